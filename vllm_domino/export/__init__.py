@@ -1,0 +1,1 @@
+"""From the PyTorch reference to two ONNX graphs, checked against it."""
