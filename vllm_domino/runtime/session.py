@@ -33,7 +33,11 @@ class DraftSession(Protocol):
     batch_buckets: tuple[int, ...]
 
     def bind_target(self, embedding: Tensor, lm_head: Tensor) -> None:
-        """Take the target's embedding [V, H] and LM head [V_head, H], of `dtype`, by reference: never copied."""
+        """Take the target's embedding [V, H] and LM head [V, H] by reference.
+
+        Two exceptions copy once, here, and say so in the log: a reduced draft vocabulary (its rows of the LM head, or
+        the checkpoint's own), and a target whose dtype this session cannot read.
+        """
 
     def context_rows(self, features: Tensor, positions: Tensor, out: Tensor) -> None:
         """features [N, F*H_target], positions [N] int64 -> out [N, L, 2, Hkv, D]; all contiguous."""
