@@ -130,12 +130,13 @@ class Drafter(nn.Module):
         if self.head is None:
             return self._plain(base)
         pool_ids, rows = self._candidates(base)
+        slots = self.head.slots(hidden)
         state = self.head.first_gru_step(fn.embedding(anchor_ids, embedding))
         drafts, logits = [], []
         for i in range(self.config.num_draft_tokens):
             scores = base[:, i]
             if i >= self.config.pure_draft_prefix_len:
-                code = self.head.correction_code(hidden[:, i], state)  # [B, R]
+                code = self.head.correction_code(slots[:, i], state)  # [B, R]
                 if pool_ids is None:
                     scores = scores + self.head.embed_proj[2](code)
                     chosen = scores.argmax(dim=-1)

@@ -46,6 +46,10 @@ class DominoHead(nn.Module):
         candidate = torch.tanh(nx)
         return candidate - torch.sigmoid(zx) * candidate
 
+    def slots(self, hidden: Tensor) -> Tensor:
+        """What `correction_code` takes of every slot, [B, K, H] -> [B, K, …]; export forms do work for all slots here."""
+        return hidden
+
     def correction_code(self, hidden: Tensor, state: Tensor) -> Tensor:
         """The correction before its last, vocabulary-wide product: hidden [..., H], state [..., G] -> [..., R].
 
