@@ -14,7 +14,7 @@ stamp=$venv/setup.stamp
 
 fingerprint() {  # of everything that decides what lies in .venv, its place included
     { echo "$venv"; cat requirements/setup.sh requirements/cpu.in requirements/cpu.lock requirements/overrides.txt \
-        pyproject.toml; } | cksum
+        pyproject.toml vllm_domino/bench/vllm_command.py; } | cksum
 }
 
 find_python() {
@@ -56,7 +56,7 @@ if [ "${1:-}" = --lock ]; then
     resolve --upgrade
     {
         echo "# Written by \`sh requirements/setup.sh --lock\`: Linux x86_64, Python 3.11. Installed without resolving."
-        "$venv/bin/uv" pip freeze --python "$venv/bin/python" --exclude-editable | grep -vE '^(pip|uv)=='
+        "$venv/bin/uv" pip freeze --python "$venv/bin/python" --exclude-editable | grep -vE '^(pip|uv|vllm)=='
     } > requirements/cpu.lock
 elif [ "$platform" = "linux x86_64 3 11" ]; then
     "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps -r requirements/cpu.lock
@@ -65,5 +65,6 @@ else
     resolve --quiet
 fi
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation -e .
+"$venv/bin/python" -m vllm_domino.bench.vllm_command
 fingerprint > "$stamp"
 echo "set-up: .venv is ready"
