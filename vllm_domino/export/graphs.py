@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
-from vllm_domino.config.draft import DraftConfig
 from vllm_domino.model.backbone import DraftBackbone, DraftLayer, apply_rope, rope_tables
 from vllm_domino.model.drafter import Drafter
 from vllm_domino.model.head import DominoHead
@@ -225,6 +224,6 @@ def _join(weights: list[Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.cat(weights))
 
 
-def graph_form(dtype: torch.dtype, config: DraftConfig) -> GraphForm:
+def graph_form(dtype: torch.dtype) -> GraphForm:
     """The form that suits a dtype: TensorRT has fused attention for fp16 and bf16 only."""
     return "plain" if dtype == torch.float32 else "fused"

@@ -1,0 +1,204 @@
+"""Trace the context graph and the block graph, write them, and check them: one call, all or nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import version
+from io import StringIO
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+import vllm_domino
+from vllm_domino.config.checkpoint import DraftCheckpoint, read_checkpoint
+from vllm_domino.config.recipes import SHORT_DTYPES, ExportRecipe
+from vllm_domino.export.contract import FLOAT, GraphSpec, block_graph, context_graph
+from vllm_domino.export.graphs import BlockGraph, ContextGraph, ExportDrafter, graph_form
+from vllm_domino.export.report import EXPORT_FILE, ExportReport, FileEntry, GraphEntry, HeadEntry
+from vllm_domino.export.verify import verify_graphs
+from vllm_domino.files import require_space, staged_directory
+from vllm_domino.model.drafter import Drafter, HeadOptions
+
+OPSET = 23
+# the largest sizes a graph accepts; bounds that the tracer may rely on, far above what is served
+MAX_ROWS, MAX_BATCH, MAX_CONTEXT = 1 << 20, 4096, 1 << 20
+Progress = Callable[[str], None]
+
+
+def run_export_recipe(recipe: ExportRecipe, out_dir: Path | None = None, progress: Progress | None = None) -> ExportReport:
+    """Read the recipe's checkpoint and export it to `out_dir` (default `export/built/BUILD_NAME`).
+
+    Raises:
+        ValueError: as `read_checkpoint` and `export_graphs`.
+    """
+    say = progress or (lambda _: None)
+    say(f"reading {recipe.checkpoint}")
+    checkpoint = read_checkpoint(recipe.checkpoint, recipe.revision)
+    options = HeadOptions(candidate_pool=recipe.candidate_pool or None, scores=recipe.scores)
+    folder = out_dir or Path("export/built") / recipe.build_name
+    return export_graphs(
+        checkpoint, options, recipe.torch_dtype, folder, verify_context=recipe.verify_context, progress=progress
+    )
+
+
+def export_graphs(
+    checkpoint: DraftCheckpoint,
+    options: HeadOptions,
+    dtype: torch.dtype,
+    out_dir: Path,
+    *,
+    verify_context: int = 2048,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write `context.onnx`, `block.onnx`, their weights and `export.json` into `out_dir`, replacing it as a whole.
+
+    The same checkpoint, options, dtype and versions give the same bytes of the graphs and weights.
+
+    Args:
+        dtype: float32, float16 or bfloat16; it also decides the form of the graphs (see `graphs`).
+        verify_context: longest context that is checked.
+        verify: leave out the check only where another one follows.
+        progress: called with one line per stage.
+
+    Raises:
+        ValueError: the checkpoint does not load, the disk is full, another process is writing `out_dir`, or a graph's
+            drafts differ from PyTorch's.
+    """
+    say, start = progress or (lambda _: None), time.monotonic()
+    drafter = Drafter.from_checkpoint(checkpoint, options, dtype).eval()
+    form = graph_form(dtype)
+    specs = context_graph(checkpoint.config), block_graph(checkpoint.config, options)
+    weight_bytes = sum(p.numel() * p.element_size() for p in drafter.parameters())
+    require_space(out_dir.parent, int(weight_bytes * 1.1))
+    with staged_directory(out_dir) as stage:
+        modules: tuple[nn.Module, nn.Module] = ContextGraph(drafter), BlockGraph(ExportDrafter(drafter, form))
+        for spec, module in zip(specs, modules, strict=True):
+            say(f"tracing the {spec.name} graph ({SHORT_DTYPES[_name(dtype)]}, {form})")
+            model = trace(module, spec, dtype)
+            check_contract(model, spec, dtype, limit=int(weight_bytes * 1.02) + (1 << 16))
+            say(f"writing {spec.name}.onnx")
+            ir.save(model, stage / f"{spec.name}.onnx", external_data=f"{spec.name}.onnx.data", size_threshold_bytes=1024)
+            del model
+        del modules, module
+        verification = None
+        if verify:
+            verification = verify_graphs(drafter, stage, verify_context=verify_context, progress=say)
+        say("computing digests")
+        report = ExportReport(
+            source=Path(checkpoint.source).name if Path(checkpoint.source).is_dir() else checkpoint.source,
+            revision=checkpoint.revision,
+            fingerprint=checkpoint.fingerprint,
+            draft=checkpoint.config.to_dict(),
+            head=HeadEntry.of(options),
+            dtype=_name(dtype),  # type: ignore[arg-type]
+            form=form,
+            opset=OPSET,
+            weight_bytes=weight_bytes,
+            graphs={spec.name: GraphEntry.of(spec, f"{spec.name}.onnx", _name(dtype)) for spec in specs},
+            files={path.name: FileEntry.of(path) for path in sorted(stage.iterdir())},
+            verification=verification,
+            versions=tool_versions("torch", "onnx", "onnxscript", "onnx-ir"),
+            seconds=round(time.monotonic() - start, 1),
+        )
+        (stage / EXPORT_FILE).write_text(report.model_dump_json(indent=2) + "\n")
+    say(f"wrote {out_dir} in {report.seconds:.0f} s")
+    return report
+
+
+def trace(module: nn.Module, spec: GraphSpec, dtype: torch.dtype) -> ir.Model:
+    """The module as a clean ONNX model whose inputs and outputs are `spec`'s."""
+    sizes = {"rows": (3, MAX_ROWS, 1), "batch": (2, MAX_BATCH, 1), "context": (5, MAX_CONTEXT, 0)}
+    axes = {name: torch.export.Dim(name, min=low, max=high) for name, (_, high, low) in sizes.items()}
+    examples: list[Tensor] = []
+    dynamic: list[dict[int, object] | None] = []
+    for tensor in spec.inputs:
+        shape = tensor.at(**{name: example for name, (example, _, _) in sizes.items()})
+        # never written or read: tracing runs on fake tensors, so this costs address space only
+        examples.append(torch.empty(shape, dtype=dtype if tensor.dtype == FLOAT else getattr(torch, tensor.dtype)))
+        found = {i: axes[size] for i, size in enumerate(tensor.shape) if isinstance(size, str)}
+        dynamic.append(found or None)
+    with _quiet():
+        program = torch.onnx.export(
+            module,
+            tuple(examples),
+            dynamo=True,
+            opset_version=OPSET,
+            dynamic_shapes=tuple(dynamic),
+            input_names=[t.name for t in spec.inputs],
+            output_names=[t.name for t in spec.outputs],
+            external_data=True,
+            optimize=True,
+            verbose=False,
+        )
+    assert program is not None
+    return _clean(program.model, spec)
+
+
+def _clean(model: ir.Model, spec: GraphSpec) -> ir.Model:
+    """Drop what differs between two runs (stack traces, paths, counters) and name every value uniquely.
+
+    The exporter may give a value the name of an input (`embedding` is also an operator), which ONNX Runtime refuses.
+    """
+    graph = model.graph
+    kept = {id(v) for v in (*graph.inputs, *graph.outputs)}
+    for number, node in enumerate(graph.all_nodes()):
+        node.name, node.doc_string = f"{node.op_type}_{number}", None
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.metadata_props.clear()
+            value.doc_string = None
+            if id(value) not in kept:
+                value.name = f"v{number}" if len(node.outputs) == 1 else f"v{number}_{value.index()}"
+    for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
+        value.metadata_props.clear()
+        value.doc_string = None
+    graph.name, graph.doc_string, model.doc_string = spec.name, None, None
+    graph.metadata_props.clear()
+    model.metadata_props.clear()
+    model.producer_name, model.producer_version = "vllm-domino", vllm_domino.__version__
+    return model
+
+
+def check_contract(model: ir.Model, spec: GraphSpec, dtype: torch.dtype, limit: int) -> None:
+    """Assert that names, order, shapes and dtypes are the contract's, and that no table of the target was baked in."""
+    onnx_types = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
+    for kind, values, wanted in (
+        ("input", model.graph.inputs, spec.inputs),
+        ("output", model.graph.outputs, spec.outputs),
+    ):
+        found = [(v.name, tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()), v.dtype.name) for v in values]  # type: ignore[union-attr]
+        names = {FLOAT: onnx_types[dtype], "float32": "FLOAT", "int64": "INT64"}
+        expected = [(t.name, t.shape, names[t.dtype]) for t in wanted]
+        assert found == expected, f"{spec.name} graph: {kind}s {found}, the contract says {expected}"
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    assert size <= limit, f"{spec.name} graph: {size} bytes of weights, the drafter has {limit}: a target's table was baked in"
+
+
+def tool_versions(*packages: str) -> dict[str, str]:
+    """Versions of this package and of `packages`, for records."""
+    return {"vllm-domino": vllm_domino.__version__} | {name: version(name) for name in packages}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's chatter off the terminal; its errors still raise."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,227 @@
+"""The check that ends every export: ONNX Runtime on the written files against the PyTorch reference, draft by draft.
+
+Both sides compute in fp32 whatever the graphs' dtype is, from the same stored weights: ONNX Runtime's CPU kernels know no
+bf16, and in fp32 a wrong graph cannot hide behind rounding. Low-precision graphs are run through a copy whose weights
+are cast up where they are read.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from torch import Tensor
+from torch.nn import functional as fn
+
+from vllm_domino.config.draft import DraftConfig
+from vllm_domino.export.contract import GraphSpec, block_graph, context_graph
+from vllm_domino.export.report import Verification
+from vllm_domino.model.drafter import Drafter
+
+LARGE = 400_000_000  # bytes of weights above which fewer cases are run
+CONTEXT_TOLERANCE = 1e-4
+TIE_TOLERANCE = 1e-4  # of the spread of the logits; fp32 rounding of two orders of summation stays below
+_LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTables:
+    """Stand-ins for the target's embedding [V, H] and LM head [V_head, H], fp32."""
+
+    embedding: Tensor
+    lm_head: Tensor
+
+    @classmethod
+    def random(cls, config: DraftConfig, generator: torch.Generator) -> TargetTables:
+        table = torch.empty(config.vocab_size, config.hidden_size).normal_(generator=generator)
+        head = table if config.draft_vocab_size is None else table[: config.head_vocab_size]
+        # one table for both saves gigabytes at real sizes; a head row's own embedding still differs from its hidden state
+        return cls(table, head)
+
+
+def verify_graphs(
+    drafter: Drafter, folder: Path, *, verify_context: int, progress: Callable[[str], None], seed: int = 0
+) -> Verification:
+    """Run `folder`'s graphs beside `drafter` (in the graphs' dtype).
+
+    Raises:
+        ValueError: a draft id differs by more than rounding, or a context row is off.
+    """
+    weight_bytes = sum(p.numel() * p.element_size() for p in drafter.parameters())
+    large = weight_bytes > LARGE
+    batches, contexts = ((1, 2), (0, 1, verify_context)) if large else ((1, 3, 8), (0, 1, 17, verify_context))
+    generator = torch.Generator().manual_seed(seed)
+    tables = TargetTables.random(drafter.config, generator)
+    with torch.inference_mode():
+        reference = drafter if _dtype(drafter) == torch.float32 else copy.deepcopy(drafter).float()
+        progress("checking the context graph")
+        error = _check_context(reference, folder, generator)
+        progress(f"checking the block graph (batch {batches}, context {contexts})")
+        graph = CpuGraph(folder / "block.onnx", block_graph(drafter.config, drafter.options))
+        drafts = equal = ties = agreeing = 0
+        for case in _cases(drafter.config, batches, contexts, generator):
+            expected = reference.draft(*case, tables.embedding, tables.lm_head)[0]
+            found = graph.run(*case, tables.embedding, tables.lm_head)[0]
+            drafts += expected.numel()
+            equal += int((found == expected).sum())
+            ties += _ties(reference, case, expected, found, tables)
+            agreeing += _agreement(drafter, case, expected, tables)
+    return Verification(
+        batch_sizes=batches,
+        context_lengths=contexts,
+        drafts=drafts,
+        equal=equal,
+        ties=ties,
+        context_max_error=error,
+        dtype_agreement=round(agreeing / drafts, 4),
+    )
+
+
+class CpuGraph:
+    """A graph file on ONNX Runtime's CPU provider, low-precision weights cast up to fp32."""
+
+    def __init__(self, path: Path, spec: GraphSpec, threads: int | None = None):
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads or torch.get_num_threads()
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        self.spec = spec
+        raised = path.with_name(f"{path.stem}.fp32-check.onnx")
+        is_low = _cast_up(path, raised)
+        try:
+            self.session = ort.InferenceSession(
+                raised if is_low else path,
+                options,
+                providers=["CPUExecutionProvider"],
+                disabled_optimizers=["ConstantFolding"] if is_low else None,
+            )
+        finally:
+            raised.unlink(missing_ok=True)
+
+    def run(self, *inputs: Tensor) -> list[Tensor]:
+        feeds = {spec.name: tensor.numpy() for spec, tensor in zip(self.spec.inputs, inputs, strict=True)}
+        return [torch.from_numpy(np.asarray(out)) for out in self.session.run(None, feeds)]
+
+
+def _cases(
+    config: DraftConfig, batches: tuple[int, ...], contexts: tuple[int, ...], generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Anchors, positions, context K/V and lengths: full, partly filled and empty contexts, positions near and far."""
+    for batch in batches:
+        for context in contexts:
+            anchors = torch.randint(config.vocab_size, (batch,), generator=generator)
+            lengths = torch.randint(context + 1, (batch,), generator=generator)
+            lengths[0] = context
+            far = max(1, config.max_position_embeddings - config.block_size - context)
+            positions = lengths + torch.randint(far, (batch,), generator=generator)
+            yield anchors, positions, torch.randn(batch, context, *config.context_row_shape, generator=generator), lengths
+
+
+def _check_context(reference: Drafter, folder: Path, generator: torch.Generator) -> float:
+    config = reference.config
+    graph = CpuGraph(folder / "context.onnx", context_graph(config))
+    worst = 0.0
+    for rows in (1, 7, 64):
+        features = torch.randn(rows, config.feature_size, generator=generator)
+        positions = torch.randint(config.max_position_embeddings, (rows,), generator=generator)
+        expected = reference.context_kv(features, positions)
+        found = graph.run(features, positions)[0]
+        worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
+    if not worst <= CONTEXT_TOLERANCE:
+        raise ValueError(
+            f"context graph: rows differ from PyTorch's by {worst:.1e} of the largest value, {CONTEXT_TOLERANCE:.0e} is allowed; "
+            "report this checkpoint's config.json and the versions that `vllm-domino doctor` prints"
+        )
+    return worst
+
+
+def _ties(
+    reference: Drafter, case: tuple[Tensor, ...], expected: Tensor, found: Tensor, tables: TargetTables
+) -> int:
+    """Drafts that differ after a tie of the reference's logits.
+
+    Raises:
+        ValueError: a difference that rounding does not explain.
+    """
+    total = 0
+    for row in torch.nonzero((expected != found).any(1)).flatten().tolist():
+        different = expected[row] != found[row]
+        index = int(different.nonzero()[0])
+        one = tuple(tensor[row : row + 1] for tensor in case)
+        logits = draft_logits(reference, one, expected[row : row + 1], tables)[0, index]
+        values, spread = logits, float(logits.std())
+        if reference.vocab_ids is not None:
+            values = logits.new_full((reference.config.vocab_size,), -math.inf).scatter(0, reference.vocab_ids, logits)
+        gap = float(values[expected[row, index]] - values[found[row, index]])
+        if not gap <= TIE_TOLERANCE * spread:
+            raise ValueError(
+                f"block graph: draft {index} is {int(found[row, index])}, PyTorch drafts {int(expected[row, index])} "
+                f"(batch {expected.shape[0]}, context {case[2].shape[1]}, logits {gap:.1e} apart); "
+                "report this checkpoint's config.json and the versions that `vllm-domino doctor` prints"
+            )
+        total += int(different.sum())
+    return total
+
+
+def draft_logits(drafter: Drafter, case: tuple[Tensor, ...], drafts: Tensor, tables: TargetTables) -> Tensor:
+    """Logits [B, K, V_head] that each draft was chosen from, given the drafts [B, K] before it."""
+    anchors = case[0]
+    hidden = drafter.block_hidden(*case, tables.embedding)
+    logits = fn.linear(hidden, tables.lm_head)
+    if drafter.head is None:
+        return logits
+    before = torch.cat((anchors[:, None], drafts[:, :-1]), dim=1)
+    correction = drafter.head(hidden, fn.embedding(before, tables.embedding))
+    correction[:, : drafter.config.pure_draft_prefix_len] = 0
+    return logits + correction
+
+
+def _agreement(drafter: Drafter, case: tuple[Tensor, ...], expected: Tensor, tables: TargetTables) -> int:
+    dtype = _dtype(drafter)
+    if dtype == torch.float32:
+        return expected.numel()
+    low = drafter.draft(*case[:2], case[2].to(dtype), case[3], tables.embedding.to(dtype), tables.lm_head.to(dtype))
+    return int((low[0] == expected).sum())
+
+
+def _cast_up(path: Path, raised: Path) -> bool:
+    """Write `raised`, the graph with fp32 arithmetic over the same weight file; False when it is fp32 already."""
+    model = ir.load(path)
+    graph = model.graph
+    low = [v for v in (*graph.initializers.values(), *graph.inputs, *graph.outputs) if v.dtype in _LOW]
+    if not low:
+        return False
+    for value in low:
+        if value.name in graph.initializers:
+            users = list(value.uses())
+            cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+            cast.outputs[0].name = f"{value.name}_fp32"
+            for node, index in users:
+                node.replace_input_with(index, cast.outputs[0])
+            graph.insert_before(graph[0], cast)
+        else:
+            value.dtype = ir.DataType.FLOAT
+    for node in graph.all_nodes():
+        for value in node.outputs:
+            if value.dtype in _LOW:
+                value.dtype = ir.DataType.FLOAT
+        to = node.attributes.get("to")
+        if node.op_type == "Cast" and to is not None and ir.DataType(to.as_int()) in _LOW:
+            node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
+        constant = node.attributes.get("value")
+        if constant is not None and constant.type == ir.AttributeType.TENSOR and constant.as_tensor().dtype in _LOW:
+            array = constant.as_tensor().numpy().astype(np.float32)
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(array))
+    ir.save(model, raised)
+    return True
+
+
+def _dtype(drafter: Drafter) -> torch.dtype:
+    return next(drafter.parameters()).dtype
