@@ -56,10 +56,11 @@ class DraftConfig:
             raise ValueError(f"draft config: block_size is {self.block_size}; a block has at least 2 tokens")
         if not self.target_layer_ids or min(self.target_layer_ids) < 0:
             raise ValueError(f"draft config: target_layer_ids {list(self.target_layer_ids)} must name layers 0 and up")
-        if self.num_target_layers is not None and max(self.target_layer_ids) >= self.num_target_layers:
+        if self.num_target_layers is not None and max(self.target_layer_ids) >= self.num_target_layers - 1:
+            # Transformers hands out the last layer's output after the final norm, vLLM before it.
             raise ValueError(
-                f"draft config: target_layer_ids {list(self.target_layer_ids)} must be below "
-                f"num_target_layers {self.num_target_layers}"
+                f"draft config: target_layer_ids {list(self.target_layer_ids)} must lie below the last of the target's "
+                f"{self.num_target_layers} layers, at most {self.num_target_layers - 2}"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(

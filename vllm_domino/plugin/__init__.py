@@ -1,0 +1,1 @@
+"""Everything that touches vLLM, and nothing else does (DESIGN C6)."""
