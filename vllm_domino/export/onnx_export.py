@@ -13,6 +13,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vllm_domino
@@ -20,7 +21,7 @@ from vllm_domino.config.checkpoint import DraftCheckpoint, read_checkpoint
 from vllm_domino.config.recipes import SHORT_DTYPES, ExportRecipe
 from vllm_domino.export.contract import FLOAT, GraphSpec, block_graph, context_graph
 from vllm_domino.export.graphs import BlockGraph, ContextGraph, ExportDrafter, graph_form
-from vllm_domino.export.report import EXPORT_FILE, ExportReport, FileEntry, GraphEntry, HeadEntry
+from vllm_domino.export.report import EXPORT_FILE, VOCAB_FILE, ExportReport, FileEntry, GraphEntry, HeadEntry
 from vllm_domino.export.verify import verify_graphs
 from vllm_domino.files import require_space, staged_directory
 from vllm_domino.model.drafter import Drafter, HeadOptions
@@ -90,6 +91,7 @@ def export_graphs(
         verification = None
         if verify:
             verification = verify_graphs(drafter, stage, verify_context=verify_context, progress=say)
+        _write_vocabulary(checkpoint, stage)
         say("computing digests")
         report = ExportReport(
             source=Path(checkpoint.source).name if Path(checkpoint.source).is_dir() else checkpoint.source,
@@ -110,6 +112,16 @@ def export_graphs(
         (stage / EXPORT_FILE).write_text(report.model_dump_json(indent=2) + "\n")
     say(f"wrote {out_dir} in {report.seconds:.0f} s")
     return report
+
+
+def _write_vocabulary(checkpoint: DraftCheckpoint, stage: Path) -> None:
+    """What a session needs to bind a target to a reduced draft vocabulary."""
+    if checkpoint.vocab_ids is None:
+        return
+    tensors = {"vocab_ids": checkpoint.vocab_ids}
+    if checkpoint.lm_head is not None:
+        tensors["lm_head"] = checkpoint.lm_head.contiguous()
+    save_file(tensors, stage / VOCAB_FILE)
 
 
 def trace(module: nn.Module, spec: GraphSpec, dtype: torch.dtype) -> ir.Model:

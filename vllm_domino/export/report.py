@@ -16,13 +16,14 @@ from vllm_domino.model.drafter import HeadOptions
 
 EXPORT_FILE = "export.json"
 EXPORT_SCHEMA = 1
+VOCAB_FILE = "vocab.safetensors"  # only for a reduced draft vocabulary: vocab_ids, and lm_head where it has its own
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FileEntry(_Record):
+class FileEntry(Record):
     """One file of a directory."""
 
     sha256: str
@@ -33,7 +34,7 @@ class FileEntry(_Record):
         return cls(sha256=sha256_file(path), num_bytes=path.stat().st_size)
 
 
-class TensorEntry(_Record):
+class TensorEntry(Record):
     """One graph input or output; names in `shape` are dynamic axes."""
 
     name: str
@@ -41,7 +42,7 @@ class TensorEntry(_Record):
     dtype: str
 
 
-class GraphEntry(_Record):
+class GraphEntry(Record):
     """One graph: the file that a backend loads, and its tensors in order."""
 
     file: str
@@ -58,7 +59,7 @@ class GraphEntry(_Record):
         return cls(file=file, inputs=entries(spec.inputs), outputs=entries(spec.outputs))
 
 
-class HeadEntry(_Record):
+class HeadEntry(Record):
     """`HeadOptions` on disk."""
 
     candidate_pool: int | None = None
@@ -72,7 +73,7 @@ class HeadEntry(_Record):
         return HeadOptions(candidate_pool=self.candidate_pool, scores=self.scores)
 
 
-class Verification(_Record):
+class Verification(Record):
     """Graphs against the PyTorch reference on random weights of the target and random contexts, in fp32 arithmetic.
 
     ties: drafts that differ where the reference's two logits are equal within rounding; anything else fails the export.
@@ -89,7 +90,7 @@ class Verification(_Record):
     dtype_agreement: float
 
 
-class ExportReport(_Record):
+class ExportReport(Record):
     """See the module."""
 
     schema_version: Literal[1] = 1

@@ -25,6 +25,7 @@ from vllm_domino.export.contract import GraphSpec, block_graph, context_graph
 from vllm_domino.export.report import Verification
 from vllm_domino.model.drafter import Drafter
 
+TABLE_STD = 0.1  # small beside the layers' outputs, so that drafts depend on the context
 LARGE = 400_000_000  # bytes of weights above which fewer cases are run
 CONTEXT_TOLERANCE = 1e-4
 TIE_TOLERANCE = 1e-4  # of the spread of the logits; fp32 rounding of two orders of summation stays below
@@ -40,10 +41,11 @@ class TargetTables:
 
     @classmethod
     def random(cls, config: DraftConfig, generator: torch.Generator) -> TargetTables:
-        table = torch.empty(config.vocab_size, config.hidden_size).normal_(generator=generator)
-        head = table if config.draft_vocab_size is None else table[: config.head_vocab_size]
-        # one table for both saves gigabytes at real sizes; a head row's own embedding still differs from its hidden state
-        return cls(table, head)
+        # one buffer for both saves gigabytes at real sizes; the shift by half a row makes a token's two rows unrelated
+        rows, size = config.vocab_size, config.hidden_size
+        buffer = torch.empty(rows * size + size // 2).normal_(std=TABLE_STD, generator=generator)
+        embedding, lm_head = buffer[: rows * size].view(rows, size), buffer[size // 2 :].view(rows, size)
+        return cls(embedding, lm_head[: config.head_vocab_size])
 
 
 def verify_graphs(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_domino.model.drafter import Drafter
+from vllm_domino.runtime.target_tables import target_tables
 
 
 class TorchSession:
@@ -15,14 +16,25 @@ class TorchSession:
     context_buckets: tuple[int, ...] = ()
     batch_buckets: tuple[int, ...] = ()
 
-    def __init__(self, drafter: Drafter, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, drafter: Drafter, device: torch.device, dtype: torch.dtype, own_lm_head: Tensor | None = None
+    ):
+        """own_lm_head: [V_head, H], where the checkpoint of a reduced vocabulary ships its own rows."""
         self.drafter = drafter.to(device=device, dtype=dtype).eval()
         self.config, self.options, self.dtype = drafter.config, drafter.options, dtype
+        self._own_lm_head = own_lm_head
         self._embedding: Tensor | None = None
         self._lm_head: Tensor | None = None
 
     def bind_target(self, embedding: Tensor, lm_head: Tensor) -> None:
-        self._embedding, self._lm_head = embedding, lm_head
+        self._embedding, self._lm_head = target_tables(
+            self.config,
+            embedding,
+            lm_head,
+            self.dtype,
+            vocab_ids=self.drafter.vocab_ids,
+            own_lm_head=self._own_lm_head,
+        )
 
     @torch.inference_mode()
     def context_rows(self, features: Tensor, positions: Tensor, out: Tensor) -> None:
