@@ -1,0 +1,143 @@
+"""`vllm-domino train …`: data, target, drafter, evaluation, and the tiny pair in one command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Train drafters: regenerate data, train, evaluate.", no_args_is_help=True)
+
+Target = Annotated[str, typer.Option(help="Target model: directory or Hugging Face id.")]
+Strict = Annotated[bool, typer.Option(help="Stop at the first broken line instead of skipping it.")]
+
+
+@app.command()
+def data(
+    target: Target,
+    prompts: Annotated[str, typer.Option(help="JSONL file, or Hugging Face data set id such as openai/gsm8k.")],
+    out: Annotated[Path, typer.Option(help="JSONL of prompt and response ids; an interrupted run goes on.")],
+    split: Annotated[str, typer.Option(help="Split of a Hugging Face data set.")] = "train",
+    limit: Annotated[int | None, typer.Option(help="Use the first N prompts.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: float = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Longest response.")] = 2048,
+    max_length: Annotated[int, typer.Option(help="Longest prompt and response together.")] = 3072,
+    dtype: str = "auto",
+    thinking: Annotated[bool, typer.Option(help="Let the chat template switch thinking on.")] = False,
+    tag: Annotated[str, typer.Option(help="Prefix of ids, to keep several passes in one file.")] = "r",
+    seed: int = 0,
+    engine_args: Annotated[str, typer.Option(help="JSON of further vLLM engine arguments.")] = "{}",
+    strict: Strict = False,
+) -> None:
+    """Let the target answer prompts through vLLM's offline engine."""
+    from vllm_domino.train.regenerate import Regeneration, load_prompts, regenerate
+
+    messages, broken = load_prompts(prompts, split, strict)
+    for problem in broken:
+        typer.echo(f"skipped {problem}", err=True)
+    options = Regeneration(
+        temperature=temperature, top_p=top_p, max_tokens=max_tokens, max_length=max_length, dtype=dtype, seed=seed,
+        thinking=thinking, engine_args=json.loads(engine_args),
+    )
+    typer.echo(json.dumps(regenerate(target, messages[:limit], out, options, tag) | {"broken_lines": len(broken)}))
+
+
+@app.command()
+def target(
+    questions: Annotated[Path, typer.Option("--data", help="JSONL with `question` and `answer`.")],
+    out: Annotated[Path, typer.Option(help="Directory of the target to write.")],
+    vocab_size: int = 4096,
+    epochs: Annotated[float | None, typer.Option(help="Default: the shipped target's.")] = None,
+    processes: Annotated[int, typer.Option(help="Processes of one thread each.")] = 2,
+    seed: int = 0,
+) -> None:
+    """Train the tiny target (and its tokenizer) from scratch."""
+    from vllm_domino.train.tiny import run_target
+
+    typer.echo(json.dumps(run_target(questions, out, processes, vocab_size=vocab_size, epochs=epochs, seed=seed)))
+
+
+@app.command()
+def drafter(
+    target: Target,
+    training_data: Annotated[list[Path], typer.Option("--data", help="JSONL from `train data`; may be repeated.")],
+    out: Annotated[Path, typer.Option(help="Run directory; the checkpoint is written there.")],
+    recipe: Annotated[Path | None, typer.Option(help="TOML with recipe fields.")] = None,
+    change: Annotated[list[str] | None, typer.Option("--set", help="Recipe field=value; may be repeated.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest state in --out.")] = False,
+    eval_prompts: Annotated[Path | None, typer.Option(help="JSONL of questions to decode while training.")] = None,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: never.")] = 0,
+    eval_limit: int = 16,
+    save_every: int = 500,
+    log_every: int = 20,
+    processes: Annotated[int, typer.Option(help="Processes on this host (DDP); 1: this one.")] = 1,
+    strict: Strict = False,
+) -> None:
+    """Train a Domino, DFlash or EAGLE-3 drafter.
+
+    On 8 GPUs: `--processes 8` (DDP), or `accelerate launch --use_fsdp … -m vllm_domino.cli.main train drafter …`.
+    """
+    if processes > 1:
+        raise typer.Exit(_relaunch(processes))
+    from vllm_domino.train.evaluate import training_evaluation
+    from vllm_domino.train.loop import LoopOptions, train_drafter
+    from vllm_domino.train.recipe import DrafterRecipe, parse_changes
+
+    options = LoopOptions(
+        log_every=log_every, save_every=save_every, eval_every=eval_every, resume=resume, strict=strict
+    )
+    evaluate = training_evaluation(target, eval_prompts, eval_limit) if eval_prompts else None
+    facts = train_drafter(
+        target, training_data, out, DrafterRecipe.read(recipe, parse_changes(change or [])), options, evaluate
+    )
+    (out / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+    typer.echo(json.dumps(facts))
+
+
+@app.command("eval")
+def evaluate(
+    target: Target,
+    draft: Annotated[str, typer.Option(help="Draft checkpoint: directory or Hugging Face id.")],
+    questions: Annotated[Path, typer.Option("--data", help="JSONL with `question` or `prompt`.")],
+    limit: Annotated[int, typer.Option(help="Use the first N questions.")] = 128,
+    max_tokens: int = 320,
+    temperature: float = 0.0,
+    without_head: Annotated[bool, typer.Option(help="Drop the Domino head: the backbone alone.")] = False,
+) -> None:
+    """Acceptance length and acceptance by position, by the reference loop."""
+    from vllm_domino.train.evaluate import evaluate_checkpoint, read_questions
+
+    figures = evaluate_checkpoint(
+        target, draft, read_questions(questions, limit), max_new_tokens=max_tokens, temperature=temperature,
+        without_head=without_head,
+    )
+    typer.echo(json.dumps(figures))
+
+
+@app.command()
+def tiny(
+    questions: Annotated[str, typer.Option("--data", help="GSM8K train JSONL, or a Hugging Face id.")] = "openai/gsm8k",
+    out: Annotated[Path, typer.Option(help="Directory for target, domino, dflash and eagle3.")] = Path("tiny"),
+    test_data: Annotated[Path | None, typer.Option(help="JSONL of questions to evaluate on.")] = None,
+) -> None:
+    """Make the whole tiny pair: tokenizer, target, regenerated data, Domino, DFlash and EAGLE-3 drafters."""
+    from vllm_domino.train.tiny import make_tiny
+
+    typer.echo(json.dumps(make_tiny(questions, out, test_data)))
+
+
+def _relaunch(processes: int) -> int:
+    """Run this same command under torchrun; Accelerate finds its processes there."""
+    kept, skip = [], False
+    for argument in sys.argv[1:]:
+        if skip or argument == "--processes" or argument.startswith("--processes="):
+            skip = argument == "--processes"
+            continue
+        kept.append(argument)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run([*launcher, "-m", "vllm_domino.cli.main", *kept], check=False).returncode
