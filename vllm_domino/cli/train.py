@@ -19,7 +19,9 @@ Strict = Annotated[bool, typer.Option(help="Stop at the first broken line instea
 @app.command()
 def data(
     target: Target,
-    prompts: Annotated[str, typer.Option(help="JSONL file, or Hugging Face data set id such as openai/gsm8k.")],
+    prompts: Annotated[
+        str, typer.Option(help="JSONL file, or Hugging Face data set id such as openai/gsm8k.")
+    ],
     out: Annotated[Path, typer.Option(help="JSONL of prompt and response ids; an interrupted run goes on.")],
     split: Annotated[str, typer.Option(help="Split of a Hugging Face data set.")] = "train",
     limit: Annotated[int | None, typer.Option(help="Use the first N prompts.")] = None,
@@ -41,10 +43,18 @@ def data(
     for problem in broken:
         typer.echo(f"skipped {problem}", err=True)
     options = Regeneration(
-        temperature=temperature, top_p=top_p, max_tokens=max_tokens, max_length=max_length, dtype=dtype, seed=seed,
-        thinking=thinking, engine_args=json.loads(engine_args),
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        max_length=max_length,
+        dtype=dtype,
+        seed=seed,
+        thinking=thinking,
+        engine_args=json.loads(engine_args),
     )
-    typer.echo(json.dumps(regenerate(target, messages[:limit], out, options, tag) | {"broken_lines": len(broken)}))
+    typer.echo(
+        json.dumps(regenerate(target, messages[:limit], out, options, tag) | {"broken_lines": len(broken)})
+    )
 
 
 @app.command()
@@ -59,18 +69,26 @@ def target(
     """Train the tiny target (and its tokenizer) from scratch."""
     from vllm_domino.train.tiny import run_target
 
-    typer.echo(json.dumps(run_target(questions, out, processes, vocab_size=vocab_size, epochs=epochs, seed=seed)))
+    typer.echo(
+        json.dumps(run_target(questions, out, processes, vocab_size=vocab_size, epochs=epochs, seed=seed))
+    )
 
 
 @app.command()
 def drafter(
     target: Target,
-    training_data: Annotated[list[Path], typer.Option("--data", help="JSONL from `train data`; may be repeated.")],
+    training_data: Annotated[
+        list[Path], typer.Option("--data", help="JSONL from `train data`; may be repeated.")
+    ],
     out: Annotated[Path, typer.Option(help="Run directory; the checkpoint is written there.")],
     recipe: Annotated[Path | None, typer.Option(help="TOML with recipe fields.")] = None,
-    change: Annotated[list[str] | None, typer.Option("--set", help="Recipe field=value; may be repeated.")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="Recipe field=value; may be repeated.")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest state in --out.")] = False,
-    eval_prompts: Annotated[Path | None, typer.Option(help="JSONL of questions to decode while training.")] = None,
+    eval_prompts: Annotated[
+        Path | None, typer.Option(help="JSONL of questions to decode while training.")
+    ] = None,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: never.")] = 0,
     eval_limit: int = 16,
     save_every: int = 500,
@@ -80,7 +98,8 @@ def drafter(
 ) -> None:
     """Train a Domino, DFlash or EAGLE-3 drafter.
 
-    On 8 GPUs: `--processes 8` (DDP), or `accelerate launch --use_fsdp … -m vllm_domino.cli.main train drafter …`.
+    On 8 GPUs: `--processes 8` (DDP), or `accelerate launch --use_fsdp … -m vllm_domino.cli.main train
+        drafter …`.
     """
     if processes > 1:
         raise typer.Exit(_relaunch(processes))
@@ -95,7 +114,6 @@ def drafter(
     facts = train_drafter(
         target, training_data, out, DrafterRecipe.read(recipe, parse_changes(change or [])), options, evaluate
     )
-    (out / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
     typer.echo(json.dumps(facts))
 
 
@@ -113,7 +131,11 @@ def evaluate(
     from vllm_domino.train.evaluate import evaluate_checkpoint, read_questions
 
     figures = evaluate_checkpoint(
-        target, draft, read_questions(questions, limit), max_new_tokens=max_tokens, temperature=temperature,
+        target,
+        draft,
+        read_questions(questions, limit),
+        max_new_tokens=max_tokens,
+        temperature=temperature,
         without_head=without_head,
     )
     typer.echo(json.dumps(figures))
@@ -121,8 +143,12 @@ def evaluate(
 
 @app.command()
 def tiny(
-    questions: Annotated[str, typer.Option("--data", help="GSM8K train JSONL, or a Hugging Face id.")] = "openai/gsm8k",
-    out: Annotated[Path, typer.Option(help="Directory for target, domino, dflash and eagle3.")] = Path("tiny"),
+    questions: Annotated[
+        str, typer.Option("--data", help="GSM8K train JSONL, or a Hugging Face id.")
+    ] = "openai/gsm8k",
+    out: Annotated[Path, typer.Option(help="Directory for target, domino, dflash and eagle3.")] = Path(
+        "tiny"
+    ),
     test_data: Annotated[Path | None, typer.Option(help="JSONL of questions to evaluate on.")] = None,
 ) -> None:
     """Make the whole tiny pair: tokenizer, target, regenerated data, Domino, DFlash and EAGLE-3 drafters."""
@@ -139,5 +165,11 @@ def _relaunch(processes: int) -> int:
             skip = argument == "--processes"
             continue
         kept.append(argument)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+    ]
     return subprocess.run([*launcher, "-m", "vllm_domino.cli.main", *kept], check=False).returncode

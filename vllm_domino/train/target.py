@@ -1,7 +1,8 @@
-"""The tiny pair's target: a Qwen3-architecture language model, trained from scratch on chat-formatted answers.
+"""The tiny pair's target: a Qwen3-architecture language model, trained from scratch on chat-formatted
+answers.
 
-It need not solve the problems. It has to be fluent, stop by itself and be sure of what it says: drafts are only as long
-as the target is predictable.
+It need not solve the problems. It has to be fluent, stop by itself and be sure of what it says: drafts are
+only as long as the target is predictable.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import distributed
 from torch.nn import functional
 
 IGNORED = -100
@@ -31,9 +34,9 @@ class TargetRecipe:
     num_key_value_heads: int = 2
     head_dim: int = 64
     max_position_embeddings: int = 4096
-    epochs: float = 6.0
+    epochs: float = 2.6
     tokens_per_step: int = 8192
-    learning_rate: float = 4e-3
+    learning_rate: float = 5e-3
     embedding_learning_rate: float = 3e-3
     warmup_ratio: float = 0.04
     question_weight: float = 0.3
@@ -77,10 +80,12 @@ def chat_ids(tokenizer, question: str, answer: str | None = None) -> tuple[list[
 
 
 def batches(samples: Sequence[tuple[list[int], int]], tokens: int, seed: int) -> Iterator[list[int]]:
-    """Endless batches of sample indices, about `tokens` padded tokens each, samples of like length together."""
+    """Endless batches of sample indices, about `tokens` padded tokens each, samples of like length
+    together.
+    """
     rng = random.Random(seed)
     while True:
-        order = sorted(range(len(samples)), key=lambda i: (len(samples[i][0]) + rng.random() * 16))
+        order = sorted(range(len(samples)), key=lambda i: len(samples[i][0]) + rng.random() * 16)
         groups, group, longest = [], [], 0
         for index in order:
             longest = max(longest, len(samples[index][0]))
@@ -94,7 +99,7 @@ def batches(samples: Sequence[tuple[list[int], int]], tokens: int, seed: int) ->
 
 
 def collate(samples, indices, pad: int, question_weight: float):
-    """ids [B, T] int64, labels [B, T] int64 (next token, IGNORED on padding), weights [B, T] float32."""
+    """Ids [B, T] int64, labels [B, T] int64 (next token, IGNORED on padding), weights [B, T] float32."""
     width = max(len(samples[i][0]) for i in indices)
     ids = torch.full((len(indices), width), pad)
     labels = torch.full((len(indices), width), IGNORED)
@@ -108,14 +113,30 @@ def collate(samples, indices, pad: int, question_weight: float):
     return ids, labels, weights
 
 
-def language_model_loss(model, ids, labels, weights):
-    """Weighted mean cross-entropy (scalar fp32) over the supervised positions only."""
+def backward_language_model(model, ids, labels, weights, chunk: int = 512) -> float:
+    """Weighted mean cross-entropy over the supervised positions; gradients are left in the parameters.
+
+    Logits exist for `chunk` positions at a time, forward and backward: they stay in the cache, where logits
+    of the whole batch would be written to memory and read back several times.
+    """
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, H]
-        kept = labels != IGNORED
-        logits = model.lm_head(hidden[kept])  # [n, V]
-    losses = functional.cross_entropy(logits.float(), labels[kept], reduction="none")
-    return (losses * weights[kept]).sum() / weights[kept].sum()
+    kept = labels != IGNORED
+    hidden, targets, shares = hidden[kept], labels[kept], weights[kept] / weights[kept].sum()
+    total, grads = 0.0, []
+    for rows in torch.arange(len(targets)).split(chunk):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        leaf = hidden[part].detach().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model.lm_head(leaf)  # [n, V]
+        loss = (
+            functional.cross_entropy(logits.float(), targets[part], reduction="none") * shares[part]
+        ).sum()
+        loss.backward()
+        grads.append(leaf.grad)
+        total += loss.item()
+    hidden.backward(torch.cat(grads))
+    return total
 
 
 def optimizers(model, recipe: TargetRecipe):
@@ -137,46 +158,75 @@ def schedule(step: int, steps: int, warmup_ratio: float) -> float:
     return max(0.0, (steps - step) / max(1, steps - warmup))
 
 
-def train_target(samples, tokenizer, recipe: TargetRecipe, log: Path, model=None, max_seconds: float | None = None):
+def average_gradients(model) -> None:
+    """Mean of the gradients over all processes, in one flat all-reduce; nothing to do in a single process."""
+    if not distributed.is_initialized():
+        return
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    distributed.all_reduce(flat)
+    flat /= distributed.get_world_size()
+    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def train_target(samples, tokenizer, recipe: TargetRecipe, log: Path, model=None):
     """Train (or go on training) a target on `(ids, prompt length)` samples; returns the model and its facts.
 
-    `max_seconds` shortens the schedule so that training ends in time on a slow machine; the card says how many steps
-    were made.
+    With `torch.distributed` initialised, `tokens_per_step` is split over the processes. Two processes of one
+    thread each are faster than one of two threads wherever somebody else uses a core too.
     """
+    rank, world = (
+        (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    )
     model = model or build_target(recipe, tokenizer)
     model.train()
     per_epoch = sum(len(ids) for ids, _ in samples)
     steps = max(1, int(recipe.epochs * per_epoch / recipe.tokens_per_step))
-    stream = batches(samples, recipe.tokens_per_step, recipe.seed)
+    stream = islice(batches(samples, recipe.tokens_per_step // world, recipe.seed), rank, None, world)
     pair = optimizers(model, recipe)
     peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in pair]
     log.parent.mkdir(parents=True, exist_ok=True)
     started, step, tokens = time.monotonic(), 0, 0
     with log.open("a") as sink:
         while step < steps:
-            ids, labels, weights = collate(samples, next(stream), tokenizer.pad_token_id, recipe.question_weight)
+            ids, labels, weights = collate(
+                samples, next(stream), tokenizer.pad_token_id, recipe.question_weight
+            )
             factor = schedule(step, steps, recipe.warmup_ratio)
             for optimizer, lrs in zip(pair, peaks, strict=True):
                 for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                     group["lr"] = lr * factor
-            loss = language_model_loss(model, ids, labels, weights)
-            loss.backward()
+            loss = backward_language_model(model, ids, labels, weights)
+            average_gradients(model)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in pair:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             step, tokens = step + 1, tokens + int((labels != IGNORED).sum())
             seconds = time.monotonic() - started
-            if max_seconds and step % 20 == 0:
-                # Re-plan only downwards: the remaining schedule is squeezed into the time left.
-                affordable = int(step * max_seconds / seconds)
-                steps = min(steps, max(step + 1, affordable))
-            if step % 10 == 0 or step == steps:
-                sink.write(json.dumps({"step": step, "of": steps, "loss": round(loss.item(), 4), "lr": factor,
-                                       "seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds)}) + "\n")
+            if rank == 0 and (step % 10 == 0 or step == steps):
+                sink.write(
+                    json.dumps(
+                        {
+                            "step": step,
+                            "of": steps,
+                            "loss": round(loss, 4),
+                            "lr": factor,
+                            "seconds": round(seconds, 1),
+                            "tokens_per_s": round(tokens * world / seconds),
+                        }
+                    )
+                    + "\n"
+                )
                 sink.flush()
-    facts = {"steps": step, "tokens": tokens, "seconds": round(time.monotonic() - started, 1),
-             "final_loss": loss.item(), "recipe": asdict(recipe)}
+    facts = {
+        "steps": step,
+        "tokens": tokens * world,
+        "seconds": round(time.monotonic() - started, 1),
+        "final_loss": loss,
+        "recipe": asdict(recipe),
+    }
     return model.eval(), facts
 
 

@@ -1,7 +1,7 @@
 """The tiny pair's tokenizer: byte-level BPE with a Qwen-style chat template.
 
-Digits are single tokens, as in Qwen's own tokenizers: numbers are then spelled out digit by digit, which is what makes
-the calculator annotations of GSM8K (`<<48/2=24>>24`) copyable by a small target.
+Digits are single tokens, as in Qwen's own tokenizers: numbers are then spelled out digit by digit, which is
+what makes the calculator annotations of GSM8K (`<<48/2=24>>24`) copyable by a small target.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096, max_length: in
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
             f"the texts give {tokenizer.get_vocab_size()} tokens, the recipe asks for {vocab_size}: "

@@ -1,0 +1,194 @@
+"""The shipped tiny pair from one file of questions and answers: every step, its settings and its card.
+
+Each step is a process of its own with one thread: several fit side by side on a machine with two cores, and
+none keeps the memory of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from vllm_domino.train.recipe import DrafterRecipe
+from vllm_domino.train.regenerate import Regeneration, load_prompts, regenerate
+from vllm_domino.train.run_dir import file_digest
+
+DRAFTER = {
+    "num_hidden_layers": 3,
+    "gru_hidden_dim": 512,
+    "emb_dim": 256,
+    "target_layer_ids": [0, 1, 2],
+    "num_anchors": 16,
+    "batch_size": 16,
+    "max_length": 512,
+    "steps": 900,
+    "optimizer": "muon",
+    "learning_rate": 2e-3,
+    "matrix_learning_rate": 3e-3,
+    "init_from_target": True,
+}
+EAGLE = {"eagle_steps": 5, "num_hidden_layers": 1, "init_from_target": False}
+METHODS = {"domino": {}, "dflash": {}, "eagle3": EAGLE}
+GREEDY = Regeneration(max_tokens=320, max_length=768, dtype="float32")
+SAMPLED = dataclasses.replace(GREEDY, temperature=0.8)
+SAMPLED_PROMPTS = 1800
+MAX_TOKENS = 320
+
+# glibc returns large blocks to the kernel at once; keeping them saves a quarter of the time of a step.
+MALLOC = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(200 << 20),
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def one_thread() -> dict[str, str]:
+    """Environment of a training process."""
+    return os.environ | MALLOC
+
+
+def recipe_of(method: str) -> DrafterRecipe:
+    """The recipe of one of the shipped drafters."""
+    return DrafterRecipe.read(None, DRAFTER | METHODS[method] | {"method": method})
+
+
+def run_target(questions: Path, out: Path, processes: int, **changes) -> dict:
+    """Train tokenizer and target in `processes` processes of one thread; returns the target's facts."""
+    arguments = [
+        f"--{name.replace('_', '-')}={value}" for name, value in changes.items() if value is not None
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        "-m",
+        "vllm_domino.train.target_main",
+        "--data",
+        str(questions),
+        "--out",
+        str(out),
+        *arguments,
+    ]
+    if subprocess.run(command, env=one_thread(), check=False).returncode:
+        raise ValueError(
+            f"training the target failed; see above, then run `vllm-domino train target --out {out}` again"
+        )
+    return json.loads((out / "facts.json").read_text())
+
+
+def start_drafter(method: str, target: Path, data: Path, out: Path) -> subprocess.Popen:
+    """Train one of the shipped drafters in the background; its log is `OUT/train.log`."""
+    out.mkdir(parents=True, exist_ok=True)
+    sets = [f"--set={name}={json.dumps(value)}" for name, value in (DRAFTER | METHODS[method]).items()]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_domino.cli.main",
+        "train",
+        "drafter",
+        "--target",
+        str(target),
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        f"--set=method={method}",
+        *sets,
+    ]
+    if (out / "run.json").exists():
+        command.append("--resume")
+    with (out / "train.log").open("a") as log:
+        return subprocess.Popen(command, env=one_thread(), stdout=log, stderr=log)
+
+
+def make_tiny(source: str, out: Path, test_data: Path | None = None) -> dict:
+    """Run every step that is not done yet; returns a summary. `out` then holds target, domino, dflash and
+    eagle3.
+    """
+    from vllm_domino.train.evaluate import evaluate_checkpoint, read_questions
+    from vllm_domino.train.target_main import load_pairs
+
+    started = time.monotonic()
+    work = out / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    pairs = work / "pairs.jsonl"
+    if not pairs.exists():
+        pairs.write_text("".join(json.dumps(pair) + "\n" for pair in load_pairs(source)))
+    target, data = out / "target", work / "regenerated.jsonl"
+    if not (target / "facts.json").exists():
+        run_target(pairs, target, processes=min(2, os.cpu_count() or 1))
+    messages, _ = load_prompts(str(pairs), "train", strict=True)
+    regenerate(str(target), messages, data, GREEDY, "greedy")
+    regenerate(str(target), messages[:SAMPLED_PROMPTS], data, SAMPLED, "sampled")
+    waves = (
+        [["domino", "dflash"], ["eagle3"]] if (os.cpu_count() or 1) > 1 else [[method] for method in METHODS]
+    )
+    for wave in waves:
+        running = {
+            method: start_drafter(method, target, data, work / method)
+            for method in wave
+            if not (work / method / "facts.json").exists()
+        }
+        for method, process in running.items():
+            if process.wait():
+                raise ValueError(
+                    f"training {method} failed: see {work / method / 'train.log'}, then run this again"
+                )
+    summary = {
+        "seconds": round(time.monotonic() - started),
+        "machine": platform.processor() or platform.machine(),
+    }
+    for method in METHODS:
+        publish(work / method, out / method)
+        if test_data and method != "eagle3":  # vLLM itself decodes with EAGLE-3
+            figures = evaluate_checkpoint(
+                str(target), str(out / method), read_questions(test_data, 128), max_new_tokens=MAX_TOKENS
+            )
+            summary[method] = figures["acceptance_length"]
+    return summary
+
+
+def publish(run: Path, out: Path) -> None:
+    """Copy the checkpoint of a run and write its card."""
+    import shutil
+
+    out.mkdir(parents=True, exist_ok=True)
+    for file in [*run.glob("*.safetensors"), *run.glob("*.safetensors.index.json"), run / "config.json"]:
+        shutil.copy(file, out / file.name)
+    facts, identity = json.loads((run / "facts.json").read_text()), json.loads((run / "run.json").read_text())
+    (out / "README.md").write_text(card(out.name, out, facts, identity["recipe"], identity["data_sha256"]))
+
+
+def card(name: str, directory: Path, facts: dict, recipe: dict, data_digest: str) -> str:
+    """README of one checkpoint: how it was made, and the hash of what came out."""
+    weights = sorted(directory.glob("*.safetensors"))
+    settings = "\n".join(
+        f"| `{key}` | {value} |" for key, value in sorted(recipe.items()) if value is not None
+    )
+    return f"""# Tiny {name}
+
+Made by `vllm-domino train tiny` from the questions and answers of GSM8K's train split (MIT licence, OpenAI).
+
+| | |
+|---|---|
+| steps | {facts["steps"]} |
+| seed | {recipe["seed"]} |
+| time | {facts["seconds"]:.0f} s in {facts.get("processes", 1)} process(es) of one thread |
+| throughput | {facts["tokens_per_s"]} tokens/s |
+| data | SHA-256 {data_digest} |
+| weights | SHA-256 {file_digest(weights)} (files in the order of their names) |
+
+| recipe | |
+|---|---|
+{settings}
+"""
