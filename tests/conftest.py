@@ -37,7 +37,9 @@ def small_config(**changes) -> DraftConfig:
     return DraftConfig(**(values | changes))
 
 
-def random_weights(config: DraftConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def random_weights(
+    config: DraftConfig, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """Public names -> normal weights, large enough that drafts depend on every part."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -53,7 +55,9 @@ def random_weights(config: DraftConfig, seed: int = 0, dtype: torch.dtype = torc
     return weights
 
 
-def write_small_checkpoint(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Path:
+def write_small_checkpoint(
+    folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes
+) -> Path:
     """A checkpoint folder in the public layout."""
     config = small_config(**changes)
     write_checkpoint(folder, config, random_weights(config, seed, dtype))

@@ -31,15 +31,18 @@ def require_space(folder: Path, needed: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ValueError(f"{folder}: {_mb(free)} free on this disk, {_mb(needed)} needed; free some or choose another --output")
+        raise ValueError(
+            f"{folder}: {_mb(free)} free on this disk, {_mb(needed)} needed; free some or choose another "
+            f"--output"
+        )
 
 
 @contextmanager
 def staged_directory(target: Path) -> Iterator[Path]:
     """Yield an empty directory beside `target`; on success it takes the place of `target` in one rename.
 
-    On any exception, SIGTERM included, it is removed and `target` is as it was. What a killed process left is removed
-    by the next one.
+    On any exception, SIGTERM included, it is removed and `target` is as it was. What a killed process left
+    is removed by the next one.
 
     Raises:
         ValueError: another process is writing `target`, or the disk is full.
@@ -60,7 +63,8 @@ def staged_directory(target: Path) -> Iterator[Path]:
             if _is_disk_full(error):
                 free = _mb(shutil.disk_usage(target.parent).free)
                 raise ValueError(
-                    f"{target}: the disk is full ({free} free); nothing was written, free some space or choose another --output"
+                    f"{target}: the disk is full ({free} free); nothing was written, free some space or "
+                    f"choose another --output"
                 ) from error
             raise
         finally:
@@ -79,7 +83,8 @@ def _exclusive(target: Path) -> Iterator[None]:
             owner = os.read(handle, 32).decode() or "unknown"
             os.close(handle)
             raise ValueError(
-                f"{target}: process {owner} is writing it; wait for that one to end, or choose another --output"
+                f"{target}: process {owner} is writing it; wait for that one to end, or choose another "
+                f"--output"
             ) from error
         # the holder before us may have removed the file between our open and our lock
         if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
@@ -97,7 +102,10 @@ def _exclusive(target: Path) -> Iterator[None]:
 @contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
     """Let SIGTERM unwind the stack, so that clean-up runs; only the main thread may set handlers."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         yield
         return
 

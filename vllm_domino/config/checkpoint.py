@@ -45,7 +45,7 @@ class DraftCheckpoint:
 
 
 def resolve_checkpoint(source: str, revision: str | None = None) -> Path:
-    """The local folder of a checkpoint: a path as it is, a Hugging Face id downloaded (safetensors and JSON only).
+    """The folder of a checkpoint: a path as it is, a Hugging Face id downloaded (safetensors and JSON only).
 
     Raises:
         ValueError: neither a folder nor a repository that can be reached.
@@ -59,7 +59,9 @@ def resolve_checkpoint(source: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:  # the hub raises many unrelated types; each means the same to the user
-        raise ValueError(f"checkpoint {source!r} (revision {revision or 'main'}) cannot be downloaded: {error}") from error
+        raise ValueError(
+            f"checkpoint {source!r} (revision {revision or 'main'}) cannot be downloaded: {error}"
+        ) from error
 
 
 def read_config(folder: Path) -> tuple[DraftConfig, dict]:
@@ -70,7 +72,9 @@ def read_config(folder: Path) -> tuple[DraftConfig, dict]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder}: no config.json; a draft checkpoint is a folder with config.json and *.safetensors")
+        raise ValueError(
+            f"{folder}: no config.json; a draft checkpoint is a folder with config.json and *.safetensors"
+        )
     try:
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -82,8 +86,8 @@ def read_checkpoint(source: str | Path, revision: str | None = None) -> DraftChe
     """Read a drafter of any public layout. Only safetensors is opened; nothing is unpickled.
 
     Raises:
-        ValueError: no such checkpoint, a broken file, two names for one tensor, or a vocabulary map that is missing
-            or points outside the target's vocabulary.
+        ValueError: no such checkpoint, a broken file, two names for one tensor, or a vocabulary map that is
+            missing or points outside the target's vocabulary.
     """
     folder = resolve_checkpoint(str(source), revision)
     config, raw = read_config(folder)
@@ -110,7 +114,9 @@ def read_checkpoint(source: str | Path, revision: str | None = None) -> DraftChe
     )
 
 
-def write_checkpoint(folder: Path, config: DraftConfig, weights: dict[str, Tensor], shard_bytes: int = 4 << 20) -> None:
+def write_checkpoint(
+    folder: Path, config: DraftConfig, weights: dict[str, Tensor], shard_bytes: int = 4 << 20
+) -> None:
     """Write the public layout: `config.json` and safetensors, sharded above `shard_bytes` with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
@@ -144,7 +150,9 @@ def _weight_files(folder: Path) -> list[Path]:
         files = [folder / name for name in names]
         missing = [f.name for f in files if not f.is_file()]
         if missing:
-            raise ValueError(f"{folder}: weight file {missing[0]} of the index is missing; download the checkpoint again")
+            raise ValueError(
+                f"{folder}: weight file {missing[0]} of the index is missing; download the checkpoint again"
+            )
         return files
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -157,9 +165,11 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read_file(path: Path) -> list[tuple[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as handle:
-            return [(name, handle.get_tensor(name)) for name in handle.keys()]
+            return [(name, handle.get_tensor(name)) for name in handle.keys()]  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a readable safetensors file ({error}); download the checkpoint again") from error
+        raise ValueError(
+            f"{path}: not a readable safetensors file ({error}); download the checkpoint again"
+        ) from error
 
 
 def _public_name(name: str) -> str:
@@ -181,10 +191,16 @@ def _reduced_vocabulary(
         return None, None
     if offsets is None or offsets.shape != (config.draft_vocab_size,):
         found = "missing" if offsets is None else f"of shape {list(offsets.shape)}"
-        raise ValueError(f"{folder}: draft_vocab_size {config.draft_vocab_size} needs a tensor d2t of that length; it is {found}")
+        raise ValueError(
+            f"{folder}: draft_vocab_size {config.draft_vocab_size} needs a tensor d2t of that length; it "
+            f"is {found}"
+        )
     ids = torch.arange(config.draft_vocab_size) + offsets.to(torch.int64)
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise ValueError(f"{folder}: d2t maps to ids {int(ids.min())}…{int(ids.max())}, outside the vocabulary of {config.vocab_size}")
+        raise ValueError(
+            f"{folder}: d2t maps to ids {int(ids.min())}…{int(ids.max())}, outside the vocabulary of "
+            f"{config.vocab_size}"
+        )
     return ids, lm_head
 
 

@@ -2,7 +2,8 @@
 
 Layouts: DFlash (`DFlashDraftModel`), Domino under either architecture name, `emb_dim` beside or inside
 `dflash_config`, the older projector name `causal_v5`, and the speculators format (fields at the top level,
-decoder fields under `transformer_layer_config`). Source: arXiv 2605.29707 §3 and the public checkpoints' configs.
+decoder fields under `transformer_layer_config`). Source: arXiv 2605.29707 §3 and the public checkpoints'
+configs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ARCHITECTURES = ("DominoDraftModel", "DFlashDraftModel", "DFlashDominoDraftModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftConfig:
-    """One drafter. Sizes are in elements; ids are 0-based; `target_layer_ids` name decoder layers by their output.
+    """One drafter. Sizes are in elements, ids 0-based; `target_layer_ids` name layers by their output.
 
     Raises:
         ValueError: a field is missing, or has a value that no Domino or DFlash drafter can have.
@@ -55,16 +56,20 @@ class DraftConfig:
         if self.block_size < 2:
             raise ValueError(f"draft config: block_size is {self.block_size}; a block has at least 2 tokens")
         if not self.target_layer_ids or min(self.target_layer_ids) < 0:
-            raise ValueError(f"draft config: target_layer_ids {list(self.target_layer_ids)} must name layers 0 and up")
+            raise ValueError(
+                f"draft config: target_layer_ids {list(self.target_layer_ids)} must name layers 0 and up"
+            )
         if self.num_target_layers is not None and max(self.target_layer_ids) >= self.num_target_layers - 1:
             # Transformers hands out the last layer's output after the final norm, vLLM before it.
             raise ValueError(
-                f"draft config: target_layer_ids {list(self.target_layer_ids)} must lie below the last of the target's "
+                f"draft config: target_layer_ids {list(self.target_layer_ids)} must lie below the last of "
+                f"the target's "
                 f"{self.num_target_layers} layers, at most {self.num_target_layers - 2}"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
-                f"draft config: mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
+                f"draft config: mask_token_id {self.mask_token_id} is outside the vocabulary of "
+                f"{self.vocab_size}"
             )
         if not 0 <= self.pure_draft_prefix_len <= self.num_draft_tokens:
             raise ValueError(
@@ -72,7 +77,9 @@ class DraftConfig:
                 f"{self.num_draft_tokens} draft tokens of a block"
             )
         if self.has_head and self.gru_hidden_dim < 1:
-            raise ValueError(f"draft config: gru_hidden_dim is {self.gru_hidden_dim}; a Domino head needs at least 1")
+            raise ValueError(
+                f"draft config: gru_hidden_dim is {self.gru_hidden_dim}; a Domino head needs at least 1"
+            )
 
     @property
     def has_head(self) -> bool:
@@ -81,7 +88,7 @@ class DraftConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens of one block: every slot predicts under `shift_label`, else every slot but the anchor's."""
+        """Draft tokens of a block: every slot predicts under `shift_label`, else all but the anchor's."""
         return self.block_size if self.shift_label else self.block_size - 1
 
     @property
@@ -104,15 +111,18 @@ class DraftConfig:
         """Read a parsed `config.json` of any public layout.
 
         Raises:
-            ValueError: not a DFlash or Domino drafter, a required key is missing, or a feature this project does
-                not implement (sliding window, attention bias, RoPE scaling, another projector) is switched on.
+            ValueError: not a DFlash or Domino drafter, a required key is missing, or a feature this project
+                does not implement (sliding window, attention bias, RoPE scaling, another projector) is
+                switched on.
         """
         flat = _flatten(raw)
         _refuse_unsupported(flat)
         values = {f.name: flat[f.name] for f in fields(cls) if flat.get(f.name) is not None}
         missing = [f.name for f in fields(cls) if f.name not in values and _is_required(f)]
         if missing:
-            raise ValueError(f"draft config: missing {', '.join(missing)}; add it to the checkpoint's config.json")
+            raise ValueError(
+                f"draft config: missing {', '.join(missing)}; add it to the checkpoint's config.json"
+            )
         values["target_layer_ids"] = tuple(values["target_layer_ids"])
         if flat["projector_type"] is None:
             values |= {"emb_dim": 0, "gru_hidden_dim": 0, "shift_label": False, "pure_draft_prefix_len": 0}
@@ -124,7 +134,10 @@ class DraftConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The public layout (keys as in the released Domino checkpoints), which vLLM and SGLang read too."""
-        dflash: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
+        dflash: dict[str, Any] = {
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+        }
         if self.has_head:
             dflash |= {
                 "projector_type": "domino",
@@ -177,7 +190,9 @@ def _flatten(raw: dict[str, Any]) -> dict[str, Any]:
         flat["target_layer_ids"] = [i - 1 for i in raw["aux_hidden_state_layer_ids"]]
     rope = flat.get("rope_parameters") or {}
     flat.setdefault("rope_theta", rope.get("rope_theta"))
-    flat["rope_scaling"] = flat.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+    flat["rope_scaling"] = flat.get("rope_scaling") or (
+        rope if rope.get("rope_type", "default") != "default" else None
+    )
     if flat.get("head_dim") is None and flat.get("hidden_size") and flat.get("num_attention_heads"):
         flat["head_dim"] = flat["hidden_size"] // flat["num_attention_heads"]
     flat["projector_type"] = flat.get("projector_type")
@@ -188,22 +203,30 @@ def _refuse_unsupported(flat: dict[str, Any]) -> None:
     names = flat.get("architectures") or []
     is_speculators = flat.get("speculators_model_type") in ("dflash", "domino")
     if not is_speculators and not any(name in ARCHITECTURES for name in names):
-        raise ValueError(f"draft config: architectures {names} is no drafter; expected one of {list(ARCHITECTURES)}")
+        raise ValueError(
+            f"draft config: architectures {names} is no drafter; expected one of {list(ARCHITECTURES)}"
+        )
     projector = flat["projector_type"]
     if projector is not None and projector not in DOMINO_PROJECTORS:
-        raise ValueError(f"draft config: projector_type {projector!r}; expected one of {list(DOMINO_PROJECTORS)} or none")
+        raise ValueError(
+            f"draft config: projector_type {projector!r}; expected one of {list(DOMINO_PROJECTORS)} or none"
+        )
     if flat.get("attention_bias"):
-        raise ValueError("draft config: attention_bias is true; only drafters without biases are supported (set false)")
+        raise ValueError(
+            "draft config: attention_bias is true; only drafters without biases are supported (set false)"
+        )
     sliding = [t for t in flat.get("layer_types") or [] if t != "full_attention"]
     if sliding:
         raise ValueError(f"draft config: layer_types holds {sliding[0]!r}; only full_attention is supported")
     scaling = flat.get("rope_scaling")
     if scaling and scaling.get("rope_type", scaling.get("type", "default")) != "default":
-        raise ValueError(f"draft config: rope_scaling {scaling} is not supported; use a checkpoint without it")
+        raise ValueError(
+            f"draft config: rope_scaling {scaling} is not supported; use a checkpoint without it"
+        )
 
 
 def is_domino(raw: dict[str, Any]) -> bool:
-    """Whether a parsed `config.json` is a drafter with a Domino head: decided by its keys, never by a path's name."""
+    """Whether a parsed `config.json` has a Domino head: decided by its keys, never by a path's name."""
     nested = raw.get("dflash_config") or {}
     projector = nested.get("projector_type", raw.get("projector_type"))
     return projector in DOMINO_PROJECTORS or "DominoDraftModel" in (raw.get("architectures") or [])

@@ -1,4 +1,4 @@
-"""Recipes: TOML files that say what to export (`export/*.toml`) and what to build it for (`engines/*.toml`)."""
+"""Recipes: TOML files that say what to export (`export/*.toml`) and for what device (`engines/*.toml`)."""
 
 from __future__ import annotations
 
@@ -104,9 +104,14 @@ class EngineRecipe(_Strict):
         if on_gpu:
             for key in ("compute_capability", "batch_buckets", "context_buckets"):
                 if not getattr(self, key):
-                    raise ValueError(f"missing key {key!r}: backend {self.backend} builds for one GPU type and fixed shapes")
+                    raise ValueError(
+                        f"missing key {key!r}: backend {self.backend} builds for one GPU type and fixed "
+                        f"shapes"
+                    )
             if self.dtype == "float32":
-                raise ValueError("dtype 'float32' has no fused attention on a GPU; use 'float16' or 'bfloat16'")
+                raise ValueError(
+                    "dtype 'float32' has no fused attention on a GPU; use 'float16' or 'bfloat16'"
+                )
             if self.providers:
                 raise ValueError("providers are for backend 'onnxruntime' only")
         if self.context_buckets and self.context_buckets[-1] != self.draft_window:
@@ -135,7 +140,8 @@ def load_export_recipe(path: str | Path) -> ExportRecipe:
     updates = {
         key: str((path.parent / value).resolve())
         for key in ("checkpoint", "target")
-        if (value := getattr(recipe, key)) is not None and (value.startswith(".") or (path.parent / value).is_dir())
+        if (value := getattr(recipe, key)) is not None
+        and (value.startswith(".") or (path.parent / value).is_dir())
     }
     return recipe.model_copy(update=updates)
 
@@ -172,9 +178,15 @@ def _explain(problem: Any, model: type[BaseModel], raw: dict[str, Any]) -> str:
     known = list(model.model_fields)
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(location, known, n=1, cutoff=0.5)
-        return f"unknown key {location!r}; " + (f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}")
+        return f"unknown key {location!r}; " + (
+            f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        )
     if problem["type"] == "missing":
         near = difflib.get_close_matches(location, [k for k in raw if k not in known], n=1, cutoff=0.5)
         return f"missing key {location!r}" + (f" (found {near[0]!r}, the nearest)" if near else "")
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{location}: {message} (found {problem['input']!r})" if location and "found" not in message else message
+    return (
+        f"{location}: {message} (found {problem['input']!r})"
+        if location and "found" not in message
+        else message
+    )

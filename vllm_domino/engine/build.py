@@ -1,4 +1,4 @@
-"""Make an engine directory: graphs from the export, made ready for one device, with config.json and engine.json."""
+"""Make an engine directory: the exported graphs, made ready for one device, and what describes them."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def build_engine(
     export_root: Path = EXPORT_ROOT,
     progress: Progress | None = None,
 ) -> EngineManifest:
-    """Write the engine directory `out`, replacing it as a whole; export first unless the same graphs are there.
+    """Write the engine directory `out`, replacing it as a whole; export first where there are no graphs yet.
 
     Raises:
-        ValueError: a recipe that cannot be built here, as `read_checkpoint`, `export_graphs` and the TensorRT builder,
-            a full disk, or another process writing `out`.
+        ValueError: a recipe that cannot be built here, as `read_checkpoint`, `export_graphs` and the
+            TensorRT builder, a full disk, or another process writing `out`.
     """
     say, start = progress or (lambda _: None), time.monotonic()
     out = out or default_engine_dir(export_recipe, engine_recipe)
@@ -99,7 +99,8 @@ def _check_buildable(recipe: ExportRecipe, engine: EngineRecipe) -> None:
     if engine.backend == "onnxruntime":
         if engine.dtype != "float32" and not any(not p.startswith("CPU") for p in engine.providers):
             raise ValueError(
-                f"engine {engine.name}: dtype {engine.dtype} has no CPU kernels in ONNX Runtime; set dtype = \"float32\""
+                f"engine {engine.name}: dtype {engine.dtype} has no CPU kernels in ONNX Runtime; set dtype "
+                f'= "float32"'
             )
         return
     from vllm_domino.engine.tensorrt import check_recipe
@@ -132,7 +133,12 @@ def _onnx_files(folder: Path, report: ExportReport, stage: Path) -> dict[str, An
 
 
 def _plans(
-    folder: Path, report: ExportReport, checkpoint: DraftCheckpoint, engine: EngineRecipe, stage: Path, say: Progress
+    folder: Path,
+    report: ExportReport,
+    checkpoint: DraftCheckpoint,
+    engine: EngineRecipe,
+    stage: Path,
+    say: Progress,
 ) -> dict[str, Any]:
     from vllm_domino.engine.tensorrt import PLANS, build_plan
     from vllm_domino.engine.tensorrt_module import load_module
@@ -160,9 +166,15 @@ def _plans(
         graphs[spec.name] = GraphEntry.of(spec, PLANS[spec.name], report.dtype)
     version = load_module(engine.backend).__version__
     versions = tool_versions("torch", "onnx", "onnxscript") | {engine.backend: version}
-    return {"graphs": graphs, "profiles": profiles, "plans": plans, "backend_version": version, "versions": versions}
+    return {
+        "graphs": graphs,
+        "profiles": profiles,
+        "plans": plans,
+        "backend_version": version,
+        "versions": versions,
+    }
 
 
 def _hf_config(checkpoint: DraftCheckpoint, recipe: ExportRecipe) -> dict[str, Any]:
-    """What vLLM itself reads. The architecture is Domino's for a plain DFlash backbone too: the plugin serves both."""
+    """What vLLM itself reads. A plain DFlash backbone is named Domino too: the plugin serves both."""
     return {**checkpoint.config.to_dict(), "architectures": ["DominoDraftModel"], "dtype": recipe.dtype}

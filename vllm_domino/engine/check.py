@@ -1,4 +1,4 @@
-"""What must hold before a drafter serves: the directory is whole, and it fits the target, the options and the device."""
+"""What must hold before a drafter serves: its directory is whole, and it fits target, options and device."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def load_engine_dir(folder: Path) -> EngineManifest:
     """Read an engine directory and compare every file with its digest.
 
     Raises:
-        ValueError: missing, empty or truncated directory, a changed byte, a manifest of another version; each names
-            what was found, what is needed, and the command that mends it.
+        ValueError: missing, empty or truncated directory, a changed byte, a manifest of another version;
+            each names what was found, what is needed, and the command that mends it.
     """
     manifest = read_manifest(folder)
     check_files(folder, manifest.files, manifest.build_command)
@@ -82,7 +82,9 @@ def check_fit(
     return found
 
 
-def misfit(found: EngineManifest | PlainCheckpoint, facts: ServingFacts, where: str | None = None) -> str | None:
+def misfit(
+    found: EngineManifest | PlainCheckpoint, facts: ServingFacts, where: str | None = None
+) -> str | None:
     """The first thing that does not fit, in a user's words; None when everything does."""
     where = where or getattr(found, "name", "drafter")
     try:
@@ -111,54 +113,80 @@ def _check_target(where: str, found: EngineManifest | PlainCheckpoint, facts: Se
     for label, needs, has in (
         ("hidden size", config.target_hidden_size or config.hidden_size, facts.hidden_size),
         ("vocabulary", config.vocab_size, facts.vocab_size),
-        ("number of layers", (target.num_layers if target else None) or config.num_target_layers, facts.num_layers),
+        (
+            "number of layers",
+            (target.num_layers if target else None) or config.num_target_layers,
+            facts.num_layers,
+        ),
     ):
         if needs is not None and needs != has:
-            raise ValueError(f"{where}: the target's {label} is {has}, this drafter is for {needs}{name}; {other}")
-    if max(config.target_layer_ids) >= facts.num_layers:
-        raise ValueError(
-            f"{where}: target_layer_ids {list(config.target_layer_ids)} are out of range, the target has layers "
-            f"0…{facts.num_layers - 1}; {other}"
-        )
-    if target is not None and target.tokenizer_sha256 and facts.tokenizer_hash:
-        if target.tokenizer_sha256 != facts.tokenizer_hash:
             raise ValueError(
-                f"{where}: the target's tokenizer is {facts.tokenizer_hash[:12]}…, this drafter is for "
-                f"{target.tokenizer_sha256[:12]}…{name} (hash of the vocabulary); {other}"
+                f"{where}: the target's {label} is {has}, this drafter is for {needs}{name}; {other}"
             )
+    if max(config.target_layer_ids) >= facts.num_layers - 1:
+        # the last layer's output is not to be had alike everywhere, see DraftConfig
+        raise ValueError(
+            f"{where}: target_layer_ids {list(config.target_layer_ids)} are out of range, the target has "
+            f"{facts.num_layers} layers, so at most {facts.num_layers - 2}; {other}"
+        )
+    known = target.tokenizer_sha256 if target is not None else None
+    if known and facts.tokenizer_hash and known != facts.tokenizer_hash:
+        raise ValueError(
+            f"{where}: the target's tokenizer is {facts.tokenizer_hash[:12]}…, this drafter is for "
+            f"{known[:12]}…{name} (hash of the vocabulary); {other}"
+        )
 
 
 def _check_serving(where: str, found: EngineManifest | PlainCheckpoint, facts: ServingFacts) -> None:
     most = found.config.num_draft_tokens
     if not 1 <= facts.num_speculative_tokens <= most:
         raise ValueError(
-            f"{where}: num_speculative_tokens is {facts.num_speculative_tokens}, this drafter drafts 1 to {most} tokens "
-            f'(block size {found.config.block_size}); set "num_speculative_tokens": {most} or less in --speculative-config'
+            f"{where}: num_speculative_tokens is {facts.num_speculative_tokens}, this drafter drafts 1 to "
+            f"{most} tokens "
+            f'(block size {found.config.block_size}); set "num_speculative_tokens": {most} or less in '
+            f"--speculative-config"
         )
 
 
 def _check_device(where: str, manifest: EngineManifest, facts: ServingFacts) -> None:
-    rebuild = build_command(manifest.export_recipe)
-    here = None if facts.capability is None else ".".join(map(str, facts.capability))
-    if manifest.compute_capability != here and not (
-        manifest.backend == "onnxruntime" and manifest.compute_capability is None and _has_gpu_provider(manifest)
-    ):
-        is_for = f"GPUs of compute capability {manifest.compute_capability}" if manifest.compute_capability else "CPUs"
-        this = f"compute capability {here}" if here else "a CPU"
+    if manifest.backend == "onnxruntime":
+        _check_onnxruntime_device(where, manifest, facts)
+        return
+    if manifest.dtype != facts.dtype:
         raise ValueError(
-            f"{where}: built for {is_for}, this device is {this}; build one for it with `{rebuild}` "
-            f"({'engines/cpu.toml' if here is None else 'the recipe of this GPU'})"
+            f"{where}: built for {manifest.dtype}, the target is {facts.dtype}, and its embedding and LM "
+            f"head are "
+            f"read in place; serve with --dtype {manifest.dtype}, or set dtype in the engine recipe and run "
+            f"`{manifest.build_command}`"
         )
-    if manifest.backend != "onnxruntime" and manifest.dtype != facts.dtype:
+    reach = min(manifest.draft_window, facts.max_model_len)
+    if manifest.context_buckets[-1] < reach:
         raise ValueError(
-            f"{where}: built for {manifest.dtype}, the target is {facts.dtype}, and its embedding and LM head are read in "
-            f"place; serve with --dtype {manifest.dtype}, or set dtype in the engine recipe and run `{manifest.build_command}`"
+            f"{where}: the longest context bucket is {manifest.context_buckets[-1]}, a draft step reads up "
+            f"to "
+            f"{reach} tokens (draft window, --max-model-len); add that bucket to "
+            f"engines/{manifest.engine_recipe}.toml and run `{manifest.build_command}`"
         )
-    if manifest.context_buckets and manifest.context_buckets[-1] < min(manifest.draft_window, facts.max_model_len):
+    from vllm_domino.engine.tensorrt_check import check_tensorrt
+
+    check_tensorrt(where, manifest, facts.max_num_seqs)
+
+
+def _check_onnxruntime_device(where: str, manifest: EngineManifest, facts: ServingFacts) -> None:
+    """An engine with a GPU provider serves on a GPU, one with the CPU provider alone on a CPU."""
+    for_gpu = _has_gpu_provider(manifest)
+    on_gpu = facts.capability is not None
+    if for_gpu != on_gpu:
+        here = (
+            f"a GPU of compute capability {'.'.join(map(str, facts.capability))}"
+            if facts.capability
+            else "a CPU"
+        )
+        recipe = "engines/cpu.toml" if not on_gpu else "the recipe of this GPU"
         raise ValueError(
-            f"{where}: the longest context bucket is {manifest.context_buckets[-1]}, a draft step reads up to "
-            f"{min(manifest.draft_window, facts.max_model_len)} tokens (draft window, --max-model-len); "
-            f"add that bucket to engines/{manifest.engine_recipe}.toml and run `{manifest.build_command}`"
+            f"{where}: built for {'a GPU' if for_gpu else 'CPUs'} "
+            f"({', '.join(manifest.providers) or 'CPU'}), this "
+            f"device is {here}; build one for it with `{build_command(manifest.export_recipe)}` ({recipe})"
         )
 
 
@@ -170,5 +198,9 @@ def _alternatives(drafter: Path, facts: ServingFacts) -> str:
     """The engines beside a refused one that would fit, for the end of the message."""
     from vllm_domino.engine.catalog import find_engines
 
-    names = [str(e.folder) for e in find_engines(drafter.parent) if e.folder != drafter and e.problem(facts) is None]
+    names = [
+        str(e.folder)
+        for e in find_engines(drafter.parent)
+        if e.folder != drafter and e.problem(facts) is None
+    ]
     return f"; engines here that fit: {', '.join(names)}" if names else ""

@@ -1,4 +1,4 @@
-"""`engine.json`: everything that decides whether an engine directory can serve, written by the build (DESIGN C3)."""
+"""`engine.json`: what decides whether an engine directory can serve, written by the build (DESIGN C3)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.config.recipes import Dtype
-from vllm_domino.export.report import FileEntry, GraphEntry, HeadEntry, Verification, Record
+from vllm_domino.export.report import FileEntry, GraphEntry, HeadEntry, Record, Verification
 
 MANIFEST_FILE = "engine.json"
 MANIFEST_SCHEMA = 1
@@ -18,7 +18,7 @@ DEFAULT_WINDOW = 2048
 
 
 class TargetFacts(Record):
-    """The model that the drafter was trained for. None: not known when the engine was built, so not compared."""
+    """The model that the drafter was trained for. None: not known at build time, so not compared."""
 
     source: str | None = None
     hidden_size: int
@@ -32,7 +32,8 @@ class EngineManifest(Record):
     """One engine directory.
 
     compute_capability: "8.9"; None for a CPU.
-    profiles: per graph, the shape profiles of its plan (input -> smallest, usual and largest shape); GPU plans only.
+    profiles: per graph, the shape profiles of its plan (input -> smallest, usual and largest shape); GPU
+        plans only.
     plans: per graph, what its build cost (seconds, peak memory, bytes, layers); GPU plans only.
     """
 
@@ -52,15 +53,15 @@ class EngineManifest(Record):
     dtype: Dtype
     compute_capability: str | None
     providers: tuple[str, ...] = ()
-    options: dict[str, bool | int | float | str] = {}
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     head: HeadEntry
     block_size: int
     draft_window: int
     batch_buckets: tuple[int, ...]
     context_buckets: tuple[int, ...]
     graphs: dict[str, GraphEntry]
-    profiles: dict[str, list[dict[str, list[list[int]]]]] = {}
-    plans: dict[str, dict[str, int | float]] = {}
+    profiles: dict[str, list[dict[str, list[list[int]]]]] = Field(default_factory=dict)
+    plans: dict[str, dict[str, int | float]] = Field(default_factory=dict)
     weight_bytes: int
     files: dict[str, FileEntry]
     verification: Verification | None
@@ -107,7 +108,9 @@ def read_manifest(folder: Path) -> EngineManifest:
         raw = json.loads(path.read_text())
         version = raw.get("schema_version")
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise ValueError(f"engine {path}: not valid JSON ({error}); build it again with `{build_command()}`") from error
+        raise ValueError(
+            f"engine {path}: not valid JSON ({error}); build it again with `{build_command()}`"
+        ) from error
     command = build_command(raw.get("export_recipe", "RECIPE"), raw.get("engine_recipe", "DEVICE"))
     if version != MANIFEST_SCHEMA:
         raise ValueError(
@@ -119,4 +122,6 @@ def read_manifest(folder: Path) -> EngineManifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"engine {path}: field {where}: {first['msg']}; build it again with `{command}`") from error
+        raise ValueError(
+            f"engine {path}: field {where}: {first['msg']}; build it again with `{command}`"
+        ) from error

@@ -26,7 +26,9 @@ def tokenizer_hash(source: str | None, revision: str | None = None) -> str | Non
 
     try:
         return vocabulary_hash(AutoTokenizer.from_pretrained(source, revision=revision).get_vocab())
-    except Exception:  # transformers raises whatever its backends raise; a target without tokenizer is served too
+    except (
+        Exception
+    ):  # transformers raises whatever its backends raise; a target without tokenizer is served too
         return None
 
 

@@ -1,7 +1,7 @@
 """Inputs and outputs of the context graph and the block graph, written once (DESIGN C4).
 
-Export names its tensors from here, builders take shapes and profiles from here, sessions bind by these names, and
-tests compare files against it.
+Export names its tensors from here, builders take shapes and profiles from here, sessions bind by these
+names, and tests compare files against it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """One graph's name and tensors, in the order of the arguments of the `Drafter` method it is traced from."""
+    """One graph's name and tensors, in the order of the arguments of the `Drafter` method it comes from."""
 
     name: str
     inputs: tuple[TensorSpec, ...]

@@ -1,13 +1,13 @@
 """The drafter rewritten for export: the same results as the reference, in the form that engines run fastest.
 
-Weights that share an input are joined into one product (q, k and v; gate and up; the keys and values of all layers for
-a context row). Two forms of the rest:
+Weights that share an input are joined into one product (q, k and v; gate and up; the keys and values of all
+layers for a context row). Two forms of the rest:
 
-- `fused`: attention as the one ONNX operator that TensorRT has kernels for (fp16 and bf16), everything else as in the
-  reference, operation by operation, because low precision shows every change of order.
-- `plain`: attention as two products over the context and the block, so that the context is never concatenated, and the
-  Domino head with its products over the GRU state joined. ONNX Runtime's CPU kernels are fastest this way, and TensorRT
-  has no fused attention in fp32.
+- `fused`: attention as the one ONNX operator that TensorRT has kernels for (fp16 and bf16), everything else
+  as in the reference, operation by operation, because low precision shows every change of order.
+- `plain`: attention as two products over the context and the block, so that the context is never
+  concatenated, and the Domino head with its products over the GRU state joined. ONNX Runtime's CPU kernels
+  are fastest this way, and TensorRT has no fused attention in fp32.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ GraphForm = Literal["plain", "fused"]
 
 
 class ExportDrafter(Drafter):
-    """A `Drafter` whose backbone and head are the export forms; weights are joined copies or the drafter's own."""
+    """A `Drafter` whose backbone and head are the export forms; weights are joined copies or its own."""
 
     def __init__(self, drafter: Drafter, form: GraphForm):
         nn.Module.__init__(self)
         self.config, self.options = drafter.config, drafter.options
-        self.backbone = PlainBackbone(drafter.backbone) if form == "plain" else FusedBackbone(drafter.backbone)
+        self.backbone = (
+            PlainBackbone(drafter.backbone) if form == "plain" else FusedBackbone(drafter.backbone)
+        )
         self.head = drafter.head
         if form == "plain" and drafter.head is not None:
             self.head = FoldedHead(drafter.head)
@@ -49,11 +51,13 @@ class ContextGraph(nn.Module):
         self.fc, self.hidden_norm = backbone.fc, backbone.hidden_norm
         attention = [layer.self_attn for layer in backbone.layers]
         self.kv_weight = _join([w for a in attention for w in (a.k_proj.weight, a.v_proj.weight)])
-        self.k_norm_weight = nn.Parameter(torch.stack([a.k_norm.weight for a in attention])[:, None])  # [L, 1, D]
+        self.k_norm_weight = nn.Parameter(
+            torch.stack([a.k_norm.weight for a in attention])[:, None]
+        )  # [L, 1, D]
         self.eval().requires_grad_(False)
 
     def forward(self, features: Tensor, positions: Tensor) -> Tensor:
-        """features [N, F*H_target], positions [N] int64 -> [N, L, 2, Hkv, D]."""
+        """Features [N, F*H_target], positions [N] int64 -> [N, L, 2, Hkv, D]."""
         config = self.config
         x = self.hidden_norm(self.fc(features))
         kv = fn.linear(x, self.kv_weight).unflatten(-1, config.context_row_shape)
@@ -79,7 +83,9 @@ class BlockGraph(nn.Module):
         embedding: Tensor,
         lm_head: Tensor,
     ) -> tuple[Tensor, ...]:
-        return self.drafter.draft(anchor_ids, anchor_positions, context_kv, context_lengths, embedding, lm_head)
+        return self.drafter.draft(
+            anchor_ids, anchor_positions, context_kv, context_lengths, embedding, lm_head
+        )
 
 
 class _JoinedLayer(nn.Module):
@@ -91,7 +97,10 @@ class _JoinedLayer(nn.Module):
         self.qkv_weight = _join([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
         self.o_proj, self.down_proj = attention.o_proj, mlp.down_proj
         self.gate_up_weight = _join([mlp.gate_proj.weight, mlp.up_proj.weight])
-        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        self.input_layernorm, self.post_attention_layernorm = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+        )
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
 
     def feed_forward(self, x: Tensor) -> Tensor:
@@ -107,7 +116,9 @@ class FusedBackbone(nn.Module):
         self.config, self.norm = backbone.config, backbone.norm
         self.layers = nn.ModuleList(_JoinedLayer(layer) for layer in backbone.layers)
 
-    def forward(self, block_embeds: Tensor, block_positions: Tensor, context_kv: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self, block_embeds: Tensor, block_positions: Tensor, context_kv: Tensor, mask: Tensor
+    ) -> Tensor:
         """See `DraftBackbone.forward`."""
         cos, sin = rope_tables(block_positions.unsqueeze(-1), self.config.head_dim, self.config.rope_theta)
         # the operator wants a mask row for every query
@@ -118,8 +129,12 @@ class FusedBackbone(nn.Module):
             x = x + layer.feed_forward(layer.post_attention_layernorm(x))
         return self.norm(x)
 
-    def _attend(self, layer: _JoinedLayer, x: Tensor, cos: Tensor, sin: Tensor, context: Tensor, mask: Tensor) -> Tensor:
-        heads = fn.linear(x, layer.qkv_weight).unflatten(-1, (-1, self.config.head_dim))  # [B, Q, Hq+2*Hkv, D]
+    def _attend(
+        self, layer: _JoinedLayer, x: Tensor, cos: Tensor, sin: Tensor, context: Tensor, mask: Tensor
+    ) -> Tensor:
+        heads = fn.linear(x, layer.qkv_weight).unflatten(
+            -1, (-1, self.config.head_dim)
+        )  # [B, Q, Hq+2*Hkv, D]
         kv_heads = self.config.num_key_value_heads
         q, k, v = heads.split((self.config.num_attention_heads, kv_heads, kv_heads), dim=2)
         q, k = apply_rope(layer.q_norm(q), cos, sin), apply_rope(layer.k_norm(k), cos, sin)
@@ -132,7 +147,7 @@ class FusedBackbone(nn.Module):
 
 
 class PlainBackbone(nn.Module):
-    """Attention in two parts, context and block, that share one softmax; query heads of one K/V head in one product."""
+    """Attention in two parts, context and block, under one softmax; query heads of a K/V head together."""
 
     def __init__(self, backbone: DraftBackbone):
         super().__init__()
@@ -141,10 +156,14 @@ class PlainBackbone(nn.Module):
         config = backbone.config
         for joined, layer in zip(self.layers, backbone.layers, strict=True):
             q, k = layer.self_attn.q_norm.weight / math.sqrt(config.head_dim), layer.self_attn.k_norm.weight
-            scale = torch.cat((q.expand(config.num_attention_heads, -1), k.expand(config.num_key_value_heads, -1)))
+            scale = torch.cat(
+                (q.expand(config.num_attention_heads, -1), k.expand(config.num_key_value_heads, -1))
+            )
             joined.qk_scale = nn.Parameter(scale)  # [Hq+Hkv, D], the softmax scale included
 
-    def forward(self, block_embeds: Tensor, block_positions: Tensor, context_kv: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self, block_embeds: Tensor, block_positions: Tensor, context_kv: Tensor, mask: Tensor
+    ) -> Tensor:
         """See `DraftBackbone.forward`."""
         cos, sin = rope_tables(block_positions, self.config.head_dim, self.config.rope_theta)
         half = self.config.head_dim // 2
@@ -165,7 +184,10 @@ class PlainBackbone(nn.Module):
         size, kv_heads, rows = config.head_dim, config.num_key_value_heads, config.block_size
         rotated = config.num_attention_heads + kv_heads
         qk, v = fn.linear(x, layer.qkv_weight).split((rotated * size, kv_heads * size), dim=-1)
-        qk = fn.rms_norm(qk.unflatten(-1, (rotated, size)), (size,), None, config.rms_norm_eps) * layer.qk_scale
+        qk = (
+            fn.rms_norm(qk.unflatten(-1, (rotated, size)), (size,), None, config.rms_norm_eps)
+            * layer.qk_scale
+        )
         qk = torch.onnx.ops.rotary_embedding(qk.flatten(2), *tables, num_heads=rotated)
         q, k = qk.unflatten(-1, (rotated, size)).split((config.num_attention_heads, kv_heads), dim=2)
         q = q.transpose(1, 2).reshape(-1, kv_heads, config.num_attention_heads // kv_heads * rows, size)
@@ -173,7 +195,9 @@ class PlainBackbone(nn.Module):
         v = v.unflatten(-1, (kv_heads, size)).transpose(1, 2)
         context_k, context_v = context.unbind(0)  # [B, Hkv, S, D]
         length = context_k.shape[2]
-        scores = torch.cat((q @ context_k.transpose(2, 3), q @ k.transpose(2, 3)), dim=-1)  # [B, Hkv, G*Q, S+Q]
+        scores = torch.cat(
+            (q @ context_k.transpose(2, 3), q @ k.transpose(2, 3)), dim=-1
+        )  # [B, Hkv, G*Q, S+Q]
         seen, own = torch.softmax(scores + bias, dim=-1).split((length, rows), dim=-1)
         out = seen @ context_v + own @ v
         out = out.reshape(-1, config.num_attention_heads, rows, size).transpose(1, 2).flatten(2)
@@ -183,8 +207,9 @@ class PlainBackbone(nn.Module):
 class FoldedHead(nn.Module):
     """`DominoHead` with the products that share the GRU state joined, and those over the slots done at once.
 
-    The state is (h [B, G], W_state h [B, 3G+R]): gates of the next step and the state's part of the correction.
-    Splitting the product over [z ; s] changes low-precision drafts, so this form is for fp32 only.
+    The state is (h [B, G], W_state h [B, 3G+R]): gates of the next step and the state's part of the
+    correction. Splitting the product over [z ; s] changes low-precision drafts, so this form is for fp32
+    only.
     """
 
     def __init__(self, head: DominoHead):

@@ -32,7 +32,9 @@ MAX_ROWS, MAX_BATCH, MAX_CONTEXT = 1 << 20, 4096, 1 << 20
 Progress = Callable[[str], None]
 
 
-def run_export_recipe(recipe: ExportRecipe, out_dir: Path | None = None, progress: Progress | None = None) -> ExportReport:
+def run_export_recipe(
+    recipe: ExportRecipe, out_dir: Path | None = None, progress: Progress | None = None
+) -> ExportReport:
     """Read the recipe's checkpoint and export it to `out_dir` (default `export/built/BUILD_NAME`).
 
     Raises:
@@ -44,7 +46,12 @@ def run_export_recipe(recipe: ExportRecipe, out_dir: Path | None = None, progres
     options = HeadOptions(candidate_pool=recipe.candidate_pool or None, scores=recipe.scores)
     folder = out_dir or Path("export/built") / recipe.build_name
     return export_graphs(
-        checkpoint, options, recipe.torch_dtype, folder, verify_context=recipe.verify_context, progress=progress
+        checkpoint,
+        options,
+        recipe.torch_dtype,
+        folder,
+        verify_context=recipe.verify_context,
+        progress=progress,
     )
 
 
@@ -58,7 +65,7 @@ def export_graphs(
     verify: bool = True,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write `context.onnx`, `block.onnx`, their weights and `export.json` into `out_dir`, replacing it as a whole.
+    """Write `context.onnx`, `block.onnx`, their weights and `export.json`, replacing `out_dir` as a whole.
 
     The same checkpoint, options, dtype and versions give the same bytes of the graphs and weights.
 
@@ -69,8 +76,8 @@ def export_graphs(
         progress: called with one line per stage.
 
     Raises:
-        ValueError: the checkpoint does not load, the disk is full, another process is writing `out_dir`, or a graph's
-            drafts differ from PyTorch's.
+        ValueError: the checkpoint does not load, the disk is full, another process is writing `out_dir`, or
+            a graph's drafts differ from PyTorch's.
     """
     say, start = progress or (lambda _: None), time.monotonic()
     drafter = Drafter.from_checkpoint(checkpoint, options, dtype).eval()
@@ -85,7 +92,12 @@ def export_graphs(
             model = trace(module, spec, dtype)
             check_contract(model, spec, dtype, limit=int(weight_bytes * 1.02) + (1 << 16))
             say(f"writing {spec.name}.onnx")
-            ir.save(model, stage / f"{spec.name}.onnx", external_data=f"{spec.name}.onnx.data", size_threshold_bytes=1024)
+            ir.save(
+                model,
+                stage / f"{spec.name}.onnx",
+                external_data=f"{spec.name}.onnx.data",
+                size_threshold_bytes=1024,
+            )
             del model
         del modules, module
         verification = None
@@ -133,7 +145,9 @@ def trace(module: nn.Module, spec: GraphSpec, dtype: torch.dtype) -> ir.Model:
     for tensor in spec.inputs:
         shape = tensor.at(**{name: example for name, (example, _, _) in sizes.items()})
         # never written or read: tracing runs on fake tensors, so this costs address space only
-        examples.append(torch.empty(shape, dtype=dtype if tensor.dtype == FLOAT else getattr(torch, tensor.dtype)))
+        examples.append(
+            torch.empty(shape, dtype=dtype if tensor.dtype == FLOAT else getattr(torch, tensor.dtype))
+        )
         found = {i: axes[size] for i, size in enumerate(tensor.shape) if isinstance(size, str)}
         dynamic.append(found or None)
     with _quiet():
@@ -156,7 +170,8 @@ def trace(module: nn.Module, spec: GraphSpec, dtype: torch.dtype) -> ir.Model:
 def _clean(model: ir.Model, spec: GraphSpec) -> ir.Model:
     """Drop what differs between two runs (stack traces, paths, counters) and name every value uniquely.
 
-    The exporter may give a value the name of an input (`embedding` is also an operator), which ONNX Runtime refuses.
+    The exporter may give a value the name of an input (`embedding` is also an operator), which ONNX Runtime
+    refuses.
     """
     graph = model.graph
     kept = {id(v) for v in (*graph.inputs, *graph.outputs)}
@@ -179,18 +194,23 @@ def _clean(model: ir.Model, spec: GraphSpec) -> ir.Model:
 
 
 def check_contract(model: ir.Model, spec: GraphSpec, dtype: torch.dtype, limit: int) -> None:
-    """Assert that names, order, shapes and dtypes are the contract's, and that no table of the target was baked in."""
+    """Assert that names, order, shapes and dtypes are the contract's, and no target's table is inside."""
     onnx_types = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
     for kind, values, wanted in (
         ("input", model.graph.inputs, spec.inputs),
         ("output", model.graph.outputs, spec.outputs),
     ):
-        found = [(v.name, tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()), v.dtype.name) for v in values]  # type: ignore[union-attr]
+        found = [
+            (v.name, tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()), v.dtype.name)
+            for v in values
+        ]  # type: ignore[union-attr]
         names = {FLOAT: onnx_types[dtype], "float32": "FLOAT", "int64": "INT64"}
         expected = [(t.name, t.shape, names[t.dtype]) for t in wanted]
         assert found == expected, f"{spec.name} graph: {kind}s {found}, the contract says {expected}"
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-    assert size <= limit, f"{spec.name} graph: {size} bytes of weights, the drafter has {limit}: a target's table was baked in"
+    assert size <= limit, (
+        f"{spec.name} graph: {size} bytes of weights, the drafter has {limit}: a target's table was baked in"
+    )
 
 
 def tool_versions(*packages: str) -> dict[str, str]:

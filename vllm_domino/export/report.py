@@ -1,4 +1,4 @@
-"""`export.json`: what an export folder holds, where it came from, and what the check against PyTorch found."""
+"""`export.json`: what an export folder holds, where it is from, and what the check against PyTorch found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from vllm_domino.model.drafter import HeadOptions
 
 EXPORT_FILE = "export.json"
 EXPORT_SCHEMA = 1
-VOCAB_FILE = "vocab.safetensors"  # only for a reduced draft vocabulary: vocab_ids, and lm_head where it has its own
+VOCAB_FILE = (
+    "vocab.safetensors"  # only for a reduced draft vocabulary: vocab_ids, and lm_head where it has its own
+)
 
 
 class Record(BaseModel):
@@ -53,7 +55,8 @@ class GraphEntry(Record):
     def of(cls, spec: GraphSpec, file: str, dtype: str) -> GraphEntry:
         def entries(specs: tuple[TensorSpec, ...]) -> tuple[TensorEntry, ...]:
             return tuple(
-                TensorEntry(name=s.name, shape=s.shape, dtype=dtype if s.dtype == "float" else s.dtype) for s in specs
+                TensorEntry(name=s.name, shape=s.shape, dtype=dtype if s.dtype == "float" else s.dtype)
+                for s in specs
             )
 
         return cls(file=file, inputs=entries(spec.inputs), outputs=entries(spec.outputs))
@@ -74,9 +77,10 @@ class HeadEntry(Record):
 
 
 class Verification(Record):
-    """Graphs against the PyTorch reference on random weights of the target and random contexts, in fp32 arithmetic.
+    """Graphs against the PyTorch reference on random target tables and contexts, in fp32 arithmetic.
 
-    ties: drafts that differ where the reference's two logits are equal within rounding; anything else fails the export.
+    ties: drafts that differ where the reference's two logits are equal within rounding; anything else fails
+        the export.
     context_max_error: largest difference of a context row, relative to the largest value.
     dtype_agreement: share of drafts that the reference keeps when it computes in the graphs' own dtype.
     """
@@ -127,7 +131,8 @@ def load_export(folder: Path, command: str = "vllm-domino export RECIPE") -> Exp
         raw = json.loads(path.read_text())
         if raw.get("schema_version") != EXPORT_SCHEMA:
             raise ValueError(
-                f"{path}: schema version {raw.get('schema_version')}, this version reads {EXPORT_SCHEMA}; run `{command}` again"
+                f"{path}: schema version {raw.get('schema_version')}, this version reads {EXPORT_SCHEMA}; "
+                f"run `{command}` again"
             )
         report = ExportReport.model_validate(raw)
     except (json.JSONDecodeError, ValidationError, AttributeError) as error:
@@ -145,16 +150,20 @@ def check_files(folder: Path, files: dict[str, FileEntry], command: str) -> None
     for name, entry in files.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
-            raise ValueError(f"{folder}: file {name} is missing; copy the whole directory again or run `{command}`")
+            raise ValueError(
+                f"{folder}: file {name} is missing; copy the whole directory again or run `{command}`"
+            )
         size = path.stat().st_size
         if size != entry.num_bytes:
             raise ValueError(
-                f"{path}: {size} bytes, the record says {entry.num_bytes}; copy the directory again or run `{command}`"
+                f"{path}: {size} bytes, the record says {entry.num_bytes}; copy the directory again or run "
+                f"`{command}`"
             )
     for name, entry in files.items():
         digest = sha256_file(folder / name)
         if digest != entry.sha256:
             raise ValueError(
-                f"{folder / name}: SHA-256 {digest[:16]}…, the record says {entry.sha256[:16]}…: the file was changed; "
+                f"{folder / name}: SHA-256 {digest[:16]}…, the record says {entry.sha256[:16]}…: the file "
+                f"was changed; "
                 f"copy the directory again or run `{command}`"
             )

@@ -1,8 +1,8 @@
-"""The check that ends every export: ONNX Runtime on the written files against the PyTorch reference, draft by draft.
+"""The check that ends every export: the written files on ONNX Runtime against PyTorch, draft by draft.
 
-Both sides compute in fp32 whatever the graphs' dtype is, from the same stored weights: ONNX Runtime's CPU kernels know no
-bf16, and in fp32 a wrong graph cannot hide behind rounding. Low-precision graphs are run through a copy whose weights
-are cast up where they are read.
+Both sides compute in fp32 whatever the graphs' dtype is, from the same stored weights: ONNX Runtime's CPU
+kernels know no bf16, and in fp32 a wrong graph cannot hide behind rounding. Low-precision graphs are run
+through a copy whose weights are cast up where they are read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class TargetTables:
 
     @classmethod
     def random(cls, config: DraftConfig, generator: torch.Generator) -> TargetTables:
-        # one buffer for both saves gigabytes at real sizes; the shift by half a row makes a token's two rows unrelated
+        # one buffer for both saves gigabytes at real sizes; the shift by half a row makes a token's two rows
+        # unrelated
         rows, size = config.vocab_size, config.hidden_size
         buffer = torch.empty(rows * size + size // 2).normal_(std=TABLE_STD, generator=generator)
         embedding, lm_head = buffer[: rows * size].view(rows, size), buffer[size // 2 :].view(rows, size)
@@ -115,7 +116,7 @@ class CpuGraph:
 def _cases(
     config: DraftConfig, batches: tuple[int, ...], contexts: tuple[int, ...], generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Anchors, positions, context K/V and lengths: full, partly filled and empty contexts, positions near and far."""
+    """Anchors, positions, context K/V and lengths: full, partly filled and empty contexts, near and far."""
     for batch in batches:
         for context in contexts:
             anchors = torch.randint(config.vocab_size, (batch,), generator=generator)
@@ -123,7 +124,12 @@ def _cases(
             lengths[0] = context
             far = max(1, config.max_position_embeddings - config.block_size - context)
             positions = lengths + torch.randint(far, (batch,), generator=generator)
-            yield anchors, positions, torch.randn(batch, context, *config.context_row_shape, generator=generator), lengths
+            yield (
+                anchors,
+                positions,
+                torch.randn(batch, context, *config.context_row_shape, generator=generator),
+                lengths,
+            )
 
 
 def _check_context(reference: Drafter, folder: Path, generator: torch.Generator) -> float:
@@ -138,7 +144,8 @@ def _check_context(reference: Drafter, folder: Path, generator: torch.Generator)
         worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
     if not worst <= CONTEXT_TOLERANCE:
         raise ValueError(
-            f"context graph: rows differ from PyTorch's by {worst:.1e} of the largest value, {CONTEXT_TOLERANCE:.0e} is allowed; "
+            f"context graph: rows differ from PyTorch's by {worst:.1e} of the largest value, "
+            f"{CONTEXT_TOLERANCE:.0e} is allowed; "
             "report this checkpoint's config.json and the versions that `vllm-domino doctor` prints"
         )
     return worst
@@ -160,11 +167,14 @@ def _ties(
         logits = draft_logits(reference, one, expected[row : row + 1], tables)[0, index]
         values, spread = logits, float(logits.std())
         if reference.vocab_ids is not None:
-            values = logits.new_full((reference.config.vocab_size,), -math.inf).scatter(0, reference.vocab_ids, logits)
+            values = logits.new_full((reference.config.vocab_size,), -math.inf).scatter(
+                0, reference.vocab_ids, logits
+            )
         gap = float(values[expected[row, index]] - values[found[row, index]])
         if not gap <= TIE_TOLERANCE * spread:
             raise ValueError(
-                f"block graph: draft {index} is {int(found[row, index])}, PyTorch drafts {int(expected[row, index])} "
+                f"block graph: draft {index} is {int(found[row, index])}, PyTorch drafts "
+                f"{int(expected[row, index])} "
                 f"(batch {expected.shape[0]}, context {case[2].shape[1]}, logits {gap:.1e} apart); "
                 "report this checkpoint's config.json and the versions that `vllm-domino doctor` prints"
             )
@@ -189,12 +199,14 @@ def _agreement(drafter: Drafter, case: tuple[Tensor, ...], expected: Tensor, tab
     dtype = _dtype(drafter)
     if dtype == torch.float32:
         return expected.numel()
-    low = drafter.draft(*case[:2], case[2].to(dtype), case[3], tables.embedding.to(dtype), tables.lm_head.to(dtype))
+    low = drafter.draft(
+        *case[:2], case[2].to(dtype), case[3], tables.embedding.to(dtype), tables.lm_head.to(dtype)
+    )
     return int((low[0] == expected).sum())
 
 
 def _cast_up(path: Path, raised: Path) -> bool:
-    """Write `raised`, the graph with fp32 arithmetic over the same weight file; False when it is fp32 already."""
+    """Write `raised`, the graph with fp32 arithmetic over the same weight file; False when already fp32."""
     model = ir.load(path)
     graph = model.graph
     low = [v for v in (*graph.initializers.values(), *graph.inputs, *graph.outputs) if v.dtype in _LOW]
@@ -218,7 +230,11 @@ def _cast_up(path: Path, raised: Path) -> bool:
         if node.op_type == "Cast" and to is not None and ir.DataType(to.as_int()) in _LOW:
             node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
         constant = node.attributes.get("value")
-        if constant is not None and constant.type == ir.AttributeType.TENSOR and constant.as_tensor().dtype in _LOW:
+        if (
+            constant is not None
+            and constant.type == ir.AttributeType.TENSOR
+            and constant.as_tensor().dtype in _LOW
+        ):
             array = constant.as_tensor().numpy().astype(np.float32)
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(array))
     ir.save(model, raised)

@@ -1,7 +1,8 @@
 """The DFlash backbone: one parallel pass over a block that reads the target's hidden states (paper §3.1).
 
-Context tokens are never run through the layers. Their target features are projected once (`fc`, `hidden_norm`), and
-that same vector is the input of every layer's key and value projection; queries come from the block alone.
+Context tokens are never run through the layers. Their target features are projected once (`fc`,
+`hidden_norm`), and that same vector is the input of every layer's key and value projection; queries come
+from the block alone.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class DraftAttention(nn.Module):
         return apply_rope(k, cos, sin), v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Tensor, mask: Tensor) -> Tensor:
-        """x [B, Q, H], tables [B, Q, 1, D], context [B, S, 2, Hkv, D], mask bool [B, 1, Q or 1, S+Q] -> [B, Q, H]."""
+        """[B, Q, H], tables [B, Q, 1, D], context [B, S, 2, Hkv, D], mask [B, 1, 1, S+Q] -> [B, Q, H]."""
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)))
         q = apply_rope(q, cos, sin)
         k, v = self.keys_values(x, cos, sin)
@@ -128,9 +129,13 @@ class DraftBackbone(nn.Module):
         """
         x = self.hidden_norm(self.fc(features))
         cos, sin = rope_tables(positions.unsqueeze(-1), self.config.head_dim, self.config.rope_theta)
-        return torch.stack([torch.stack(layer.self_attn.keys_values(x, cos, sin), dim=1) for layer in self.layers], 1)
+        return torch.stack(
+            [torch.stack(layer.self_attn.keys_values(x, cos, sin), dim=1) for layer in self.layers], 1
+        )
 
-    def forward(self, block_embeds: Tensor, block_positions: Tensor, context_kv: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self, block_embeds: Tensor, block_positions: Tensor, context_kv: Tensor, mask: Tensor
+    ) -> Tensor:
         """One parallel pass.
 
         Args:

@@ -1,4 +1,4 @@
-"""Reference decoding on a Transformers target: batch 1, one block per round (paper §3.3, its Transformers backend).
+"""Reference decoding on a Transformers target: batch 1, one block per round (paper §3.3).
 
 The oracle of the other tests: slow, plain, and independent of vLLM.
 """
@@ -57,8 +57,8 @@ def speculative_decode(
 ) -> DecodeResult:
     """Generate with greedy drafts; verification is exact at temperature 0, rejection sampling above.
 
-    With one-hot proposals, rejection sampling accepts draft d with probability p(d) and otherwise draws from p
-    without d; drawing x from p and accepting when x equals d is the same thing, and is what is done here.
+    With one-hot proposals, rejection sampling accepts draft d with probability p(d) and otherwise draws from
+    p without d; drawing x from p and accepting when x equals d is the same thing, and is what is done here.
 
     Args:
         target: a Transformers causal LM; its embedding and output embedding are the drafter's too.
@@ -76,7 +76,7 @@ def speculative_decode(
     layer_ids = drafter.config.target_layer_ids
 
     def run(ids: list[int], start: int) -> tuple[Tensor, Tensor]:
-        """Logits [N, V] and context rows [N, L, 2, Hkv, D] of `ids` at positions `start`…"""
+        """Logits [N, V] and context rows [N, L, 2, Hkv, D] of `ids` at positions from `start`."""
         positions = torch.arange(start, start + len(ids), device=embedding.device)
         out = target(
             input_ids=torch.tensor([ids], device=embedding.device),
@@ -111,7 +111,13 @@ def speculative_decode(
 
 
 def _draft(
-    drafter: Drafter, anchor: int, position: int, context: Tensor, window: int | None, embedding: Tensor, lm_head: Tensor
+    drafter: Drafter,
+    anchor: int,
+    position: int,
+    context: Tensor,
+    window: int | None,
+    embedding: Tensor,
+    lm_head: Tensor,
 ) -> list[int]:
     rows = context if window is None else context[-window:]
     return drafter.draft(

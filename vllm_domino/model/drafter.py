@@ -18,10 +18,10 @@ from vllm_domino.model.head import DominoHead
 class HeadOptions:
     """How draft tokens are chosen from the logits; recorded in the engine's manifest.
 
-    candidate_pool: the correction scores only the C tokens that lead the base logits anywhere in the block (per
-        request); None scores the whole vocabulary. The pure prefix always takes the full argmax.
-    scores: also return the probability of every draft token under the drafter (and, with a pool, the candidates with
-        their logits).
+    candidate_pool: the correction scores only the C tokens that lead the base logits anywhere in the block
+        (per request); None scores the whole vocabulary. The pure prefix always takes the full argmax.
+    scores: also return the probability of every draft token under the drafter (and, with a pool, the
+        candidates with their logits).
     """
 
     candidate_pool: int | None = None
@@ -41,7 +41,9 @@ class Drafter(nn.Module):
         self.backbone = DraftBackbone(config)
         self.head = DominoHead(config) if config.has_head else None
         vocab_ids = torch.arange(config.head_vocab_size) if config.draft_vocab_size else None
-        self.register_buffer("vocab_ids", vocab_ids, persistent=False)  # [V_head] int64: head row -> target id
+        self.register_buffer(
+            "vocab_ids", vocab_ids, persistent=False
+        )  # [V_head] int64: head row -> target id
 
     @classmethod
     def from_checkpoint(
@@ -58,7 +60,8 @@ class Drafter(nn.Module):
         problems = [f"missing tensor {name}" for name in sorted(named.keys() - checkpoint.weights.keys())]
         problems += [f"unknown tensor {name}" for name in sorted(checkpoint.weights.keys() - named.keys())]
         problems += [
-            f"tensor {name} has shape {list(checkpoint.weights[name].shape)}, config.json asks for {list(p.shape)}"
+            f"tensor {name} has shape {list(checkpoint.weights[name].shape)}, config.json asks for "
+            f"{list(p.shape)}"
             for name, p in named.items()
             if name in checkpoint.weights and checkpoint.weights[name].shape != p.shape
         ]
@@ -116,14 +119,16 @@ class Drafter(nn.Module):
         """The block graph: greedy draft tokens of one block per request.
 
         Args:
-            anchor_ids, anchor_positions: [B] int64; the last verified (bonus) token and its absolute position.
+            anchor_ids, anchor_positions: [B] int64; the last verified (bonus) token and its absolute
+                position.
             context_kv: [B, S, L, 2, Hkv, D], rows of tokens strictly below the anchor, in any order.
             context_lengths: [B] int64; rows from there on are ignored.
-            embedding: [V, H], the target's. lm_head: [V_head, H], the target's (or the drafter's reduced one).
+            embedding: [V, H], the target's. lm_head: [V_head, H], the target's (or the drafter's reduced
+                one).
 
         Returns:
-            draft_ids [B, K] int64; with `scores` also probabilities [B, K] fp32, and with a pool on top of that
-            candidate_ids [B, C] int64 and candidate_logits [B, K, C].
+            draft_ids [B, K] int64; with `scores` also probabilities [B, K] fp32, and with a pool on top of
+            that candidate_ids [B, C] int64 and candidate_logits [B, K, C].
         """
         hidden = self.block_hidden(anchor_ids, anchor_positions, context_kv, context_lengths, embedding)
         base = fn.linear(hidden, lm_head)  # [B, K, V_head]
@@ -160,7 +165,7 @@ class Drafter(nn.Module):
         return self._with_scores(ids, base, None) if self.options.scores else (ids,)
 
     def _candidates(self, base: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Per request, head rows [B, C] that lead the base logits in any slot, and their codebook rows [B, C, R]."""
+        """Per request, head rows [B, C] that lead the base logits anywhere, and their codes [B, C, R]."""
         if self.options.candidate_pool is None:
             return None, None
         assert self.head is not None
@@ -171,7 +176,7 @@ class Drafter(nn.Module):
         return head_ids if self.vocab_ids is None else self.vocab_ids[head_ids]
 
     def _with_scores(self, ids: Tensor, logits: Tensor, pool_ids: Tensor | None) -> tuple[Tensor, ...]:
-        """Append probabilities: the chosen token's logit is the largest, so its softmax is 1 / sum exp(x - max)."""
+        """Append probabilities: the chosen logit is the largest, so its softmax is 1 / sum exp(x - max)."""
         wide = logits.float()
         probs = torch.exp(wide.amax(dim=-1) - torch.logsumexp(wide, dim=-1))
         if pool_ids is None:

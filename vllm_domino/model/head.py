@@ -1,4 +1,4 @@
-"""The Domino head: a GRU over the tokens drafted so far and a low-rank correction of the logits (paper §3.2)."""
+"""The Domino head: a GRU over the drafted tokens and a low-rank correction of the logits (paper §3.2)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vllm_domino.config.draft import DraftConfig
 class DominoHead(nn.Module):
     """Final logits of draft i = base logits + `embed_proj`([z_i ; s_i]).
 
-    z_i is the backbone's hidden state of the slot that predicts draft i; s_i the state of a bias-free GRU that has
-    read the target's embeddings of every token before draft i, from the anchor on, and starts at zero in every block.
-    Parameter names are the public checkpoints'.
+    z_i is the backbone's hidden state of the slot that predicts draft i; s_i the state of a bias-free GRU
+    that has read the target's embeddings of every token before draft i, from the anchor on, and starts at
+    zero in every block. Parameter names are the public checkpoints'.
     """
 
     def __init__(self, config: DraftConfig):
@@ -28,9 +28,10 @@ class DominoHead(nn.Module):
         )
 
     def gru_cell(self, x: Tensor, state: Tensor) -> Tensor:
-        """One step: x [B, H], state [B, G] -> [B, G]. `torch.nn.GRU`'s gate order r, z, n, written as plain products
+        """One step: x [B, H], state [B, G] -> [B, G]; `torch.nn.GRU`'s gate order r, z, n.
 
-        because exporters and TensorRT's parser mishandle the fused operator (bf16 fails, older onnxscript is wrong).
+        Plain products, because exporters and TensorRT's parser mishandle the fused operator (bf16 fails,
+        older onnxscript is wrong).
         """
         gates_x = fn.linear(x, self.prefix_gru.weight_ih_l0)  # [B, 3G]
         gates_h = fn.linear(state, self.prefix_gru.weight_hh_l0)
@@ -47,11 +48,11 @@ class DominoHead(nn.Module):
         return candidate - torch.sigmoid(zx) * candidate
 
     def slots(self, hidden: Tensor) -> Tensor:
-        """What `correction_code` takes of every slot, [B, K, H] -> [B, K, …]; export forms do work for all slots here."""
+        """What `correction_code` takes of a slot, [B, K, H] -> [B, K, …]; export forms compute here."""
         return hidden
 
     def correction_code(self, hidden: Tensor, state: Tensor) -> Tensor:
-        """The correction before its last, vocabulary-wide product: hidden [..., H], state [..., G] -> [..., R].
+        """The correction before its last, vocabulary-wide product: [..., H] and [..., G] -> [..., R].
 
         The concatenation stays whole: split into two products it changes about 12 % of bf16 draft tokens.
         """

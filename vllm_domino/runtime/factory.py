@@ -1,4 +1,4 @@
-"""From a folder to a running session: an engine directory by its manifest, a plain checkpoint through PyTorch."""
+"""From a folder to a session: an engine directory by its manifest, a plain checkpoint in PyTorch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def open_session(
     if not is_engine_dir(path):
         checkpoint = read_checkpoint(path)
         logger.info(
-            "%s is a plain draft checkpoint and runs in PyTorch, which is slower than an engine; build one with `%s`",
+            "%s is a plain draft checkpoint and runs in PyTorch, which is slower than an engine; build one "
+            "with `%s`",
             path,
             build_command(),
         )
@@ -50,7 +51,9 @@ def open_session(
     return _tensorrt(path, manifest, device, max_batch)
 
 
-def _tensorrt(path: Path, manifest: EngineManifest, device: torch.device, max_batch: int | None) -> DraftSession:
+def _tensorrt(
+    path: Path, manifest: EngineManifest, device: torch.device, max_batch: int | None
+) -> DraftSession:
     from vllm_domino.runtime.tensorrt_session import TensorRTSession
 
     vocab = load_file(path / VOCAB_FILE) if (path / VOCAB_FILE).is_file() else {}

@@ -1,4 +1,4 @@
-"""The graphs on ONNX Runtime, bound to the caller's own memory (IOBinding on raw addresses; see `DraftSession`)."""
+"""The graphs on ONNX Runtime, bound to the caller's own memory (IOBinding on raw addresses)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from vllm_domino.runtime.providers import CPU, provider_list
 from vllm_domino.runtime.target_tables import target_tables
 
 THREADS_VARIABLE = "VLLM_DOMINO_ORT_THREADS"
-_ELEMENTS: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
+_ELEMENTS: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+}
 _BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16; numpy has no such type
 
 
@@ -48,7 +52,7 @@ class OnnxSession:
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def bind_target(self, embedding: Tensor, lm_head: Tensor) -> None:
-        """See `DraftSession`. A target in another dtype than the session's is cast once, and the log says so."""
+        """See `DraftSession`. A target in another dtype is cast once, and the log says so."""
         vocab = self._vocab or {}
         self._tables = target_tables(
             self.config,
@@ -112,7 +116,8 @@ class _Graph:
         used = self._session.get_providers()
         if providers[0][0] not in used:
             raise ValueError(
-                f"engine {folder}: {providers[0][0]} did not start (ONNX Runtime fell back to {', '.join(used)}); "
+                f"engine {folder}: {providers[0][0]} did not start (ONNX Runtime fell back to "
+                f"{', '.join(used)}); "
                 "its log above says why; mend that, or build engines/cpu.toml"
             )
         self._run_options = ort.RunOptions()
@@ -151,7 +156,8 @@ class _Graph:
         self._binding = binding
 
     def _place(self, entry: TensorEntry, tensor: Tensor) -> tuple[Any, ...]:
-        assert tensor.is_contiguous() and tensor.device.type == self._kind, (entry.name, tensor.shape, tensor.device)
+        assert tensor.is_contiguous(), (entry.name, tensor.stride())
+        assert tensor.device.type == self._kind, (entry.name, tensor.device)
         element = _BFLOAT16 if tensor.dtype == torch.bfloat16 else _ELEMENTS[tensor.dtype]
         # an empty tensor has no address, and ONNX Runtime wants one; nothing is read from it
         address = tensor.data_ptr() or _EMPTY.data_ptr()
@@ -171,7 +177,9 @@ def thread_count() -> int:
     if text is None:
         return torch.get_num_threads()
     if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{THREADS_VARIABLE} is {text!r}; it must be a number from 1 (or unset: PyTorch's threads)")
+        raise ValueError(
+            f"{THREADS_VARIABLE} is {text!r}; it must be a number from 1 (or unset: PyTorch's threads)"
+        )
     return int(text)
 
 

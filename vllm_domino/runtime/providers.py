@@ -1,7 +1,8 @@
 """ONNX Runtime's execution providers by name, with the options that serving needs.
 
-What a provider compiles for a GPU is kept in `provider-cache/` of the engine directory, so that a second start does
-not build anything. Option names as in ONNX Runtime 1.31's provider headers; the GPU providers have not been run here.
+What a provider compiles for a GPU is kept in `provider-cache/` of the engine directory, so that a second
+start does not build anything. Option names as in ONNX Runtime 1.31's provider headers; the GPU providers
+have not been run here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def provider_list(
     """What `InferenceSession(providers=…)` takes.
 
     Args:
-        folder: the engine directory. inputs: of the graph. axes: smallest, usual and largest size of a dynamic axis.
+        folder: the engine directory. inputs: of the graph. axes: smallest, usual and largest size of a
+            dynamic axis.
         options: of the engine recipe, "PROVIDER.key" or "key"; they win over the defaults here.
 
     Raises:

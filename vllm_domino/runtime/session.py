@@ -21,8 +21,8 @@ class DraftSession(Protocol):
         context_buckets: context lengths S that `draft` may be called with, ascending; empty means any S.
         batch_buckets: batch sizes B that `draft` may be called with, ascending; empty means any B.
 
-    `context_rows` and `draft` read and write the tensors they are given, in place, on the caller's stream: on a GPU
-    they neither allocate nor wait. A failed run raises `RuntimeError` and leaves `out` undefined.
+    `context_rows` and `draft` read and write the tensors they are given, in place, on the caller's stream:
+    on a GPU they neither allocate nor wait. A failed run raises `RuntimeError` and leaves `out` undefined.
     """
 
     config: DraftConfig
@@ -35,12 +35,12 @@ class DraftSession(Protocol):
     def bind_target(self, embedding: Tensor, lm_head: Tensor) -> None:
         """Take the target's embedding [V, H] and LM head [V, H] by reference.
 
-        Two exceptions copy once, here, and say so in the log: a reduced draft vocabulary (its rows of the LM head, or
-        the checkpoint's own), and a target whose dtype this session cannot read.
+        Two exceptions copy once, here, and say so in the log: a reduced draft vocabulary (its rows of the LM
+        head, or the checkpoint's own), and a target whose dtype this session cannot read.
         """
 
     def context_rows(self, features: Tensor, positions: Tensor, out: Tensor) -> None:
-        """features [N, F*H_target], positions [N] int64 -> out [N, L, 2, Hkv, D]; all contiguous."""
+        """Features [N, F*H_target], positions [N] int64 -> out [N, L, 2, Hkv, D]; all contiguous."""
 
     def draft(
         self,
@@ -50,7 +50,7 @@ class DraftSession(Protocol):
         context_lengths: Tensor,
         out: Tensor,
     ) -> None:
-        """anchors [B], positions [B], context [B, S, L, 2, Hkv, D], lengths [B] -> out [B, K] int64; contiguous."""
+        """From anchors, positions, lengths [B] and context [B, S, L, 2, Hkv, D] to out [B, K]; contiguous."""
 
     def close(self) -> None:
         """Free what the session holds. Idempotent."""

@@ -49,7 +49,8 @@ class TorchSession:
         context_lengths: Tensor,
         out: Tensor,
     ) -> None:
-        assert self._embedding is not None and self._lm_head is not None, "bind_target comes first"
+        assert self._embedding is not None, "bind_target comes first"
+        assert self._lm_head is not None
         drafts = self.drafter.draft(
             anchor_ids, anchor_positions, context_kv, context_lengths, self._embedding, self._lm_head
         )
