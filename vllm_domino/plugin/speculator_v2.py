@@ -55,4 +55,4 @@ class DominoSpeculator(DFlashSpeculator):
             out.zero_()
             return
         room = self.model.max_positions - self.model.session.config.block_size
-        torch.where((positions <= room).unsqueeze(1), drafts, 0, out=out)
+        torch.mul(drafts, (positions <= room).unsqueeze(1), out=out)
