@@ -44,7 +44,9 @@ def _requests(drafter, lengths):
     """Per request: features, scattered pages, anchor; and the embedding that serves as LM head too."""
     generator = torch.Generator().manual_seed(1)
     embedding = torch.randn(61, 32, generator=generator)
-    pages = torch.randperm(64, generator=generator)[: len(lengths) * 8].view(len(lengths), 8).to(torch.int32) + 1
+    pages = (
+        torch.randperm(64, generator=generator)[: len(lengths) * 8].view(len(lengths), 8).to(torch.int32) + 1
+    )
     features = [torch.randn(n, drafter.config.feature_size, generator=generator) for n in lengths]
     anchors = torch.randint(0, 60, (len(lengths),), generator=generator)
     return embedding, pages, features, anchors
@@ -53,7 +55,9 @@ def _requests(drafter, lengths):
 def _step(drafter, embedding, *, window=64, max_requests=4):
     session = TorchSession(drafter, torch.device("cpu"), torch.float32)
     session.bind_target(embedding, embedding)
-    step = DraftStep(session, max_requests=max_requests, max_rows=64, draft_window=window, device=torch.device("cpu"))
+    step = DraftStep(
+        session, max_requests=max_requests, max_rows=64, draft_window=window, device=torch.device("cpu")
+    )
     step.attach_cache(torch.zeros(65, PAGE, step.row_size))
     return step
 
@@ -112,3 +116,32 @@ def test_pages_of_other_requests_do_not_matter(drafter):
     both = step.draft(anchors, torch.tensor([30, 12]), pages, 30).clone()
     alone = step.draft(anchors[1:], torch.tensor([12]), pages[1:], 12)
     assert alone[0].tolist() == both[1].tolist()
+
+
+class _BucketedSession(TorchSession):
+    """The reference model, which accepts only the sizes that an engine was built for."""
+
+    batch_buckets = (1, 2, 4)
+    context_buckets = (16, 64)
+
+    def draft(self, anchor_ids, anchor_positions, context_kv, context_lengths, out):
+        assert anchor_ids.shape[0] in self.batch_buckets and context_kv.shape[1] in self.context_buckets
+        super().draft(anchor_ids, anchor_positions, context_kv, context_lengths, out)
+
+
+@pytest.mark.parametrize("gather_rows", [16_384, 192])
+def test_only_sizes_of_the_buckets_reach_the_session(drafter, monkeypatch, gather_rows):
+    """Padding to a bucket changes no draft, also where the gather buffer holds less than the next bucket."""
+    monkeypatch.setattr(draft_step, "GATHER_ROWS", gather_rows)
+    lengths = [9, 40, 64]
+    embedding, pages, features, anchors = _requests(drafter, lengths)
+    session = _BucketedSession(drafter, torch.device("cpu"), torch.float32)
+    session.bind_target(embedding, embedding)
+    step = DraftStep(session, max_requests=3, max_rows=64, draft_window=64, device=torch.device("cpu"))
+    step.attach_cache(torch.zeros(65, PAGE, step.row_size))
+    for table, rows in zip(pages, features, strict=True):
+        positions = torch.arange(len(rows))
+        step.store_context(rows, positions, _slots(table, positions))
+    got = step.draft(anchors, torch.tensor(lengths), pages, max(lengths))
+    for index, rows in enumerate(features):
+        assert got[index].tolist() == _reference(drafter, rows, anchors[index], embedding, window=64).tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +39,9 @@ class Drafting(nn.Module):
         facts = serving_facts(vllm_config, device)
         manifest = check_fit(path, facts)
         embedding, lm_head = target_weights(target_model, facts.vocab_size)
-        self.session = open_session(Path(path), device, vllm_config.model_config.dtype)
+        self.session = open_session(
+            path, device, vllm_config.model_config.dtype, max_batch=vllm_config.scheduler_config.max_num_seqs
+        )
         self.session.bind_target(embedding, lm_head)
         self.draft_window = min(manifest.draft_window, vllm_config.model_config.max_model_len)
         self.max_positions = self.session.config.max_position_embeddings
@@ -97,7 +98,9 @@ class Drafting(nn.Module):
             return False
         return True
 
-    def draft(self, anchor_ids: Tensor, positions: Tensor, block_table: Tensor, max_context: int) -> Tensor | None:
+    def draft(
+        self, anchor_ids: Tensor, positions: Tensor, block_table: Tensor, max_context: int
+    ) -> Tensor | None:
         """Draft ids [B, K'] with K' = num_speculative_tokens, a view of a static buffer; None when the step failed."""
         start = time.perf_counter()
         try:
@@ -118,7 +121,9 @@ class Drafting(nn.Module):
             return
         low, high = torch.aminmax(drafts)
         if low < 0 or high >= self.step.vocab_size:
-            raise RuntimeError(f"draft ids {int(low)}…{int(high)} are outside the vocabulary of {self.step.vocab_size}")
+            raise RuntimeError(
+                f"draft ids {int(low)}…{int(high)} are outside the vocabulary of {self.step.vocab_size}"
+            )
 
     def _failed(self, what: str, error: Exception) -> None:
         DRAFT_FAILURES.inc()
@@ -133,7 +138,9 @@ class Drafting(nn.Module):
         """V2 asks for its context buffer's contents: all target layers side by side [N, F*H_target], as they are."""
         return features
 
-    def precompute_and_store_context_kv(self, states: Tensor, positions: Tensor, slots: Tensor | None = None) -> None:
+    def precompute_and_store_context_kv(
+        self, states: Tensor, positions: Tensor, slots: Tensor | None = None
+    ) -> None:
         """V2's context seam; without slots (memory profiling) it runs the projection and writes nothing."""
         if slots is None:
             slots = torch.full_like(positions, -1)

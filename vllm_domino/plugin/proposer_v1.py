@@ -21,6 +21,10 @@ class DominoProposer(DFlashProposer):
 
     model: Drafting
 
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any):
+        super().__init__(vllm_config, device, runner)
+        self._runner = runner
+
     def load_model(self, target_model: nn.Module) -> None:
         self.model = Drafting(self.vllm_config, target_model, self.device)
         self._draft_attn_layer_names = {self.model.layer.layer_name}
@@ -33,7 +37,9 @@ class DominoProposer(DFlashProposer):
         """Memory profiling and warm-up: one projection of `num_tokens` rows and one draft at the largest size."""
         if self.device.type == "cpu":
             return
-        rows = torch.zeros(num_tokens, self.model.session.config.feature_size, dtype=self.dtype, device=self.device)
+        rows = torch.zeros(
+            num_tokens, self.model.session.config.feature_size, dtype=self.dtype, device=self.device
+        )
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         self.model.store_context(rows, positions, torch.full_like(positions, -1))
         batch = torch.zeros(self.max_batch_size, dtype=torch.int64, device=self.device)
@@ -64,9 +70,13 @@ class DominoProposer(DFlashProposer):
             slots = _without_rejected(slots, meta, num_rejected_tokens_gpu)
         stored = self.model.store_context(target_hidden_states, target_positions, slots)
         drafts = None
-        if stored:
+        if stored and not self._all_prefilling(anchors.shape[0]):
             drafts = self.model.draft(next_token_ids, anchors, meta.block_table_tensor, meta.max_seq_len)
         return self._result(drafts, anchors, num_speculative_tokens)
+
+    def _all_prefilling(self, batch: int) -> bool:
+        """Whether no request of this step has sampled yet: vLLM would throw the drafts of prefill chunks away."""
+        return self._ragged and bool(self._runner.discard_request_mask.np[:batch].all())
 
     def _result(self, drafts: Tensor | None, anchors: Tensor, count: int) -> Tensor | list[list[int]]:
         """Drop the drafts of requests past the drafter's length, and all of them when the step failed."""

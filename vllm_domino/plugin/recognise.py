@@ -7,16 +7,13 @@ from typing import Any
 
 from vllm_domino.config.draft import is_domino
 
-ENGINE_MARK = "vllm_domino_engine"  # in the config.json of every engine directory, DFlash ones included
-
 
 def is_ours(vllm_config: Any) -> bool:
     """True for a Domino checkpoint and for an engine directory; False for everything vLLM serves by itself."""
     spec = vllm_config.speculative_config
     if spec is None or spec.method != "dflash" or spec.model is None:
         return False
-    raw = _raw_config(spec.model, spec.revision)
-    return is_domino(raw) or ENGINE_MARK in raw
+    return is_domino(_raw_config(spec.model, spec.revision))
 
 
 @lru_cache(maxsize=8)

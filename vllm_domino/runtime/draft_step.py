@@ -25,7 +25,13 @@ class DraftStep:
     """
 
     def __init__(
-        self, session: DraftSession, *, max_requests: int, max_rows: int, draft_window: int, device: torch.device
+        self,
+        session: DraftSession,
+        *,
+        max_requests: int,
+        max_rows: int,
+        draft_window: int,
+        device: torch.device,
     ):
         """Args:
         session: with the target already bound.
@@ -47,8 +53,13 @@ class DraftStep:
         self._positions = torch.zeros(project, **ints)
         self._rows = torch.zeros(project, *self.row_shape, **floats)
         self._gathered = torch.zeros(self._gather_rows, self.row_size, **floats)
-        self._wanted, self._pages = torch.zeros(self._gather_rows, **ints), torch.zeros(self._gather_rows, **ints)
-        self._slots = torch.zeros(self._gather_rows, dtype=torch.int32, device=device)  # as vLLM's block tables
+        self._wanted, self._pages = (
+            torch.zeros(self._gather_rows, **ints),
+            torch.zeros(self._gather_rows, **ints),
+        )
+        self._slots = torch.zeros(
+            self._gather_rows, dtype=torch.int32, device=device
+        )  # as vLLM's block tables
         self._anchor_ids = torch.zeros(batch, **ints)
         self._anchor_positions = torch.zeros(batch, **ints)
         self._lengths, self._first = torch.zeros(batch, **ints), torch.zeros(batch, **ints)
@@ -60,7 +71,10 @@ class DraftStep:
 
     def attach_cache(self, pages: Tensor) -> None:
         """Take the paged cache, [num_pages, page size, row_size] in the session's dtype, by reference."""
-        assert pages.shape[2] == self.row_size and pages.dtype == self.session.dtype, (pages.shape, pages.dtype)
+        assert pages.shape[2] == self.row_size and pages.dtype == self.session.dtype, (
+            pages.shape,
+            pages.dtype,
+        )
         self._page_size = pages.shape[1]
         self._cache = pages.view(-1, self.row_size)
 
@@ -73,7 +87,9 @@ class DraftStep:
             slots: [N] int64; -1 marks a rejected or padded row, which is not written.
         """
         if self.device.type == "cpu":
-            kept = torch.nonzero(slots >= 0).squeeze(1)  # on a CPU looking costs less than projecting for nothing
+            kept = torch.nonzero(slots >= 0).squeeze(
+                1
+            )  # on a CPU looking costs less than projecting for nothing
             if kept.numel() < slots.numel():
                 features, positions, slots = features[kept], positions[kept], slots[kept]
         for start in range(0, features.shape[0], self._rows.shape[0]):
@@ -91,7 +107,9 @@ class DraftStep:
         # rows that must not be written go to page 0, which vLLM never hands out: no branch, no wait
         self._cache.index_copy_(0, slots.clamp_min(0), rows.view(count, self.row_size))
 
-    def draft(self, anchor_ids: Tensor, anchor_positions: Tensor, block_table: Tensor, max_context: int) -> Tensor:
+    def draft(
+        self, anchor_ids: Tensor, anchor_positions: Tensor, block_table: Tensor, max_context: int
+    ) -> Tensor:
         """Draft one block per request.
 
         Args:
@@ -104,18 +122,22 @@ class DraftStep:
         """
         batch = anchor_ids.shape[0]
         context = _padded(min(max_context, self.draft_window), self._context_sizes)
-        step = max(1, self._gather_rows // context)
+        step = _slice_size(max(1, self._gather_rows // context), self.session.batch_buckets)
         for start in range(0, batch, step):
             piece = slice(start, min(start + step, batch))
             self._draft_piece(anchor_ids[piece], anchor_positions[piece], block_table[piece], context, start)
         return self._drafts[:batch]
 
-    def _draft_piece(self, ids: Tensor, positions: Tensor, block_table: Tensor, context: int, start: int) -> None:
+    def _draft_piece(
+        self, ids: Tensor, positions: Tensor, block_table: Tensor, context: int, start: int
+    ) -> None:
         count = ids.shape[0]
         batch = _padded(count, self.session.batch_buckets)
         self._anchor_ids[:count].copy_(ids)
         self._anchor_positions[:count].copy_(positions)
-        torch.clamp(self._anchor_positions[:count], max=min(context, self.draft_window), out=self._lengths[:count])
+        torch.clamp(
+            self._anchor_positions[:count], max=min(context, self.draft_window), out=self._lengths[:count]
+        )
         self._lengths[count:batch].zero_()
         if context and self._cache is not None:
             self._gather(block_table, count, context)
@@ -152,6 +174,11 @@ def _context_sizes(session: DraftSession, draft_window: int) -> tuple[int, ...]:
     fine = range(64, min(draft_window, 1024), 64)
     coarse = range(1024, draft_window, 256)
     return (*fine, *coarse, draft_window)
+
+
+def _slice_size(most: int, buckets: tuple[int, ...]) -> int:
+    """Requests drafted at once: `most`, or the largest bucket up to it, so that padding stays inside the buffers."""
+    return max((bucket for bucket in buckets if bucket <= most), default=buckets[0] if buckets else most)
 
 
 def _padded(size: int, buckets: tuple[int, ...]) -> int:
