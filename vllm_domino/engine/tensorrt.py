@@ -94,8 +94,8 @@ def check_recipe(recipe: EngineRecipe, candidate_pool: int | None = None) -> Mod
     if recipe.compute_capability not in known:
         raise ValueError(
             f"{where}: tensorrt_rtx {trt.__version__} builds for {', '.join(map(sm_name, known))}, "
-            f'not for {sm}; set backend = "tensorrt" and run the build on a machine with a {sm} GPU and tensorrt '
-            "(pip install 'vllm-domino[gpu]')"
+            f'not for {sm}; set backend = "tensorrt" and run the build on a machine with a {sm} GPU '
+            "and tensorrt (pip install 'vllm-domino[gpu]')"
         )
     return trt
 

@@ -71,8 +71,8 @@ def _require_fused_attention(trt: Any, network: Any, expected: int) -> None:
     found = kinds.count(trt.LayerType.ATTENTION_OUTPUT)
     if found != expected:
         raise _BuildError(
-            f"the graph holds {found} fused attention operators, {expected} needed: it was exported in a form "
-            "that TensorRT has no kernel for; export again with dtype float16 or bfloat16"
+            f"the graph holds {found} fused attention operators, {expected} needed: it was exported in a "
+            "form that TensorRT has no kernel for; export again with dtype float16 or bfloat16"
         )
 
 
