@@ -63,12 +63,18 @@ def source(request, tmp_path: Path) -> Path:
         (Upstream("attribute", "deep.child:Child.z"), "not found in the class"),
         (Upstream("attribute", "deep.child:Gone.z"), "class Gone not found"),
         (Upstream("overrides", "deep.child:Child.run", ("one", "two")), None),
-        (Upstream("overrides", "deep.child:Child.run", ("one",)), "parameters are (one, two), expected (one)"),
+        (
+            Upstream("overrides", "deep.child:Child.run", ("one",)),
+            "parameters are (one, two), expected (one)",
+        ),
         (Upstream("overrides", "deep.child:Child.make", ("kind",)), None),
         (Upstream("overrides", "deep.child:Child.field", ()), "is no function"),
         (Upstream("calls", "pkg:Exported.__init__", ("a",)), None),
         (Upstream("calls", "deep.child:call", ("a", "b", "c")), None),
-        (Upstream("calls", "deep.child:call", ("a", "b")), "parameters are (a, b, c, d)"),  # c has become required
+        (
+            Upstream("calls", "deep.child:call", ("a", "b")),
+            "parameters are (a, b, c, d)",
+        ),  # c has become required
         (Upstream("calls", "deep.child:call", ("a", "b", "c", "e")), "parameters are"),
         (Upstream("source", "deep.child", ("call(1",)), None),
         (Upstream("source", "deep.child", ("call(9",)), "no longer in the source: call(9"),
@@ -117,7 +123,9 @@ def test_every_vllm_import_of_the_plugin_is_in_the_table():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
                 module = node.module.removeprefix("vllm.")
-                missing += [f"{path.name}: {module}.{a.name}" for a in node.names if (module, a.name) not in checked]
+                missing += [
+                    f"{path.name}: {module}.{a.name}" for a in node.names if (module, a.name) not in checked
+                ]
             elif isinstance(node, ast.Import):
                 names = [a.name.removeprefix("vllm.") for a in node.names if a.name.startswith("vllm.")]
                 missing += [f"{path.name}: {name}" for name in names if name not in modules]

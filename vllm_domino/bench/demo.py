@@ -23,7 +23,16 @@ WARM_UP_QUESTIONS = 2
 MODEL_NAME = "tiny"
 # fp32, so that greedy outputs can be compared token by token; no prefix cache, so that nothing is answered from memory.
 SERVER_ARGS = (
-    *("--served-model-name", MODEL_NAME, "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "4"),
+    *(
+        "--served-model-name",
+        MODEL_NAME,
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "1024",
+        "--max-num-seqs",
+        "4",
+    ),
     *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
 )
 # One thread: at this size more threads only wait for each other. One GB of cache instead of a share of all memory.
@@ -69,8 +78,8 @@ def tiny_pair(folder: Path | None = None) -> tuple[Path, Path]:
     for part in pair:
         if not (part / "config.json").is_file():
             raise ValueError(
-                f"{part}: no config.json; the pair is a folder with target/ and domino/, and the shipped one is made by "
-                "`vllm-domino train`"
+                f"{part}: no config.json; the pair is a folder with target/ and domino/, and the shipped one is "
+                "made by `vllm-domino train`"
             )
     return pair
 
@@ -162,7 +171,9 @@ def _ask(server: VllmServer, client: httpx.Client, question: str, max_tokens: in
         response.raise_for_status()
     except httpx.HTTPError as error:
         server.check_alive()
-        raise ServerError(f"the server did not answer ({error}); the end of {server.log}:\n{server.tail()}") from error
+        raise ServerError(
+            f"the server did not answer ({error}); the end of {server.log}:\n{server.tail()}"
+        ) from error
     reply = response.json()
     return reply["choices"][0]["message"]["content"] or "", reply["usage"]["completion_tokens"], seconds
 

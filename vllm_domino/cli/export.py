@@ -13,7 +13,9 @@ def export(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder to write; default export/built/NAME.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the export record as one line of JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the export record as one line of JSON.")
+    ] = False,
 ) -> None:
     """Export a draft checkpoint to ONNX and check it against PyTorch.
 
@@ -32,7 +34,9 @@ def export(
         print_json({"folder": str(folder), **report.model_dump(mode="json")})
         return
     size = sum(entry.num_bytes for entry in report.files.values())
-    out.print(f"{folder}: {human_bytes(size)} in {len(report.files)} files, {report.dtype}, opset {report.opset}")
+    out.print(
+        f"{folder}: {human_bytes(size)} in {len(report.files)} files, {report.dtype}, opset {report.opset}"
+    )
     if report.verification:
         seen = report.verification
         out.print(

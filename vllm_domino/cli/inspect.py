@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from vllm_domino.engine.manifest import EngineManifest
+    from vllm_domino.engine.manifest import EngineManifest, TargetFacts
     from vllm_domino.export.report import TensorEntry
 
 
@@ -37,13 +37,22 @@ def _show(folder: Path, manifest: EngineManifest) -> None:
         facts.add_row(f"[bold]{name}[/bold]", value)
     out.print(facts)
     for name, graph in manifest.graphs.items():
-        table = Table("tensor", "direction", "shape", "dtype", title=f"{name} graph ({graph.file})", title_justify="left")
+        table = Table(
+            "tensor",
+            "direction",
+            "shape",
+            "dtype",
+            title=f"{name} graph ({graph.file})",
+            title_justify="left",
+        )
         for direction, tensors in (("in", graph.inputs), ("out", graph.outputs)):
             for tensor in tensors:
                 table.add_row(tensor.name, direction, _shape(tensor), tensor.dtype)
         out.print(table)
         for number, profile in enumerate(manifest.profiles.get(name, ())):
-            sizes = ", ".join(f"{tensor} {' … '.join(map(str, shapes))}" for tensor, shapes in profile.items())
+            sizes = ", ".join(
+                f"{tensor} {' … '.join(map(str, shapes))}" for tensor, shapes in profile.items()
+            )
             out.print(f"  profile {number}: {sizes}", markup=False)
     files = Table("file", "size", "SHA-256", title="files", title_justify="left")
     for name, entry in manifest.files.items():
@@ -58,14 +67,17 @@ def _facts(folder: Path, manifest: EngineManifest) -> list[tuple[str, str]]:
     device = f"compute capability {manifest.compute_capability}" if manifest.compute_capability else "any CPU"
     buckets = "any" if not manifest.batch_buckets else f"{list(manifest.batch_buckets)}"
     contexts = "any" if not manifest.context_buckets else f"{list(manifest.context_buckets)}"
-    head = "none (DFlash)" if not config.has_head else f"Domino, rank {config.emb_dim}, GRU {config.gru_hidden_dim}"
+    head = (
+        "none (DFlash)"
+        if not config.has_head
+        else f"Domino, rank {config.emb_dim}, GRU {config.gru_hidden_dim}"
+    )
     if manifest.head.candidate_pool:
         head += f", candidate pool {manifest.head.candidate_pool}"
     return [
         ("engine", f"{folder} (manifest {manifest.schema_version})"),
         ("drafter", f"{manifest.source} {manifest.revision or ''} ({manifest.fingerprint[:16]}…)"),
-        ("target", f"{target.source or 'not named'}: hidden {target.hidden_size}, vocabulary {target.vocab_size}, "
-                   f"layers {target.num_layers or 'not known'}, features of {list(target.layer_ids)}"),  # fmt: skip
+        ("target", " ".join(_target(target))),
         ("runs on", f"{device}, {manifest.backend} {manifest.backend_version}, {manifest.dtype}"),
         ("drafts", f"{config.num_draft_tokens} tokens a step at most (block {manifest.block_size})"),
         ("head", head),
@@ -76,6 +88,14 @@ def _facts(folder: Path, manifest: EngineManifest) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("build again", manifest.build_command),
     ]
+
+
+def _target(target: TargetFacts) -> tuple[str, ...]:
+    return (
+        f"{target.source or 'not named'}:",
+        f"hidden {target.hidden_size}, vocabulary {target.vocab_size}, layers {target.num_layers or 'not known'},",
+        f"features of layers {list(target.layer_ids)}",
+    )
 
 
 def _shape(tensor: TensorEntry) -> str:

@@ -62,7 +62,9 @@ class SourceTree:
         return (self._root / name).is_file()
 
     def _text(self, name: str) -> str:
-        return (self._zip.read(f"vllm/{name}") if self._zip is not None else (self._root / name).read_bytes()).decode()
+        return (
+            self._zip.read(f"vllm/{name}") if self._zip is not None else (self._root / name).read_bytes()
+        ).decode()
 
     def _parse(self, module: str) -> ast.Module | None:
         text = self.read(module)
@@ -90,11 +92,13 @@ class SourceTree:
     def lineage(self, module: str, name: str) -> Iterator[tuple[str, ast.ClassDef]]:
         """A class and its bases, nearest first, as far as they lie in vLLM."""
         found = self.find(module, name)
-        if found is None or not isinstance(found[1], ast.ClassDef):
+        if found is None:
             return
-        where, node = found
-        yield where, node
-        for base in node.bases:
+        where, definition = found
+        if not isinstance(definition, ast.ClassDef):
+            return
+        yield where, definition
+        for base in definition.bases:
             plain = base.value if isinstance(base, ast.Subscript) else base  # Base[T]
             if isinstance(plain, ast.Name):
                 yield from self.lineage(where, plain.id)
@@ -173,15 +177,15 @@ def _member(node: ast.ClassDef, name: str) -> ast.AST | None:
             return statement
         if isinstance(statement, ast.Assign | ast.AnnAssign) and name in _assigned(statement):
             return statement
-    for statement in ast.walk(node):
-        if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
             flat = [
                 t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])
             ]
             for target in flat:
                 if isinstance(target, ast.Attribute) and target.attr == name and _is_self(target.value):
-                    return statement
+                    return inner
     return None
 
 

@@ -94,8 +94,8 @@ V2_SEAM = (
     ),
     *_attributes(
         _V2,
-        "draft_tokens input_buffers block_tables draft_kv_cache_group_id num_query_per_req hidden_states max_num_tokens "
-        "draft_max_seq_len max_model_len dtype device vllm_config _speculator_name",
+        "draft_tokens input_buffers block_tables draft_kv_cache_group_id num_query_per_req hidden_states "
+        "max_num_tokens draft_max_seq_len max_model_len dtype device vllm_config _speculator_name",
         "read or set by our speculator",
     ),
 )

@@ -1,6 +1,7 @@
 """The compiler half of the stub: it exists so that Triton can register the backend, and refuses to compile."""
 
-from triton.backends import compiler as _compiler  # a name without the class: Triton wants exactly one BaseBackend here
+# The module, not the class: Triton looks for exactly one subclass of BaseBackend among the names here.
+from triton.backends import compiler as _compiler
 
 
 class InterpretedBackend(_compiler.BaseBackend):

@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import torch
-from triton.backends import driver as _driver  # a name without the class: Triton wants exactly one DriverBase here
+
+# The module, not the class: Triton looks for exactly one subclass of DriverBase among the names here.
+from triton.backends import driver as _driver
 from triton.backends.compiler import GPUTarget
 
 DEVICE = 0
