@@ -16,7 +16,9 @@ from vllm_domino.model.drafter import Drafter
 from vllm_domino.train.data import Sample, StepBatches, read_samples
 from vllm_domino.train.loop import LoopOptions, train_drafter
 from vllm_domino.train.recipe import DrafterRecipe, spaced_layer_ids
+from vllm_domino.train.replay import block_drafts, replay
 from vllm_domino.train.target import TargetRecipe, build_target, save_target
+from vllm_domino.train.target_features import FrozenTarget
 from vllm_domino.train.tokenizer import train_tokenizer
 
 VOCABULARY = 300
@@ -247,3 +249,47 @@ def test_micro_batches_do_not_depend_on_the_number_of_processes():
     assert [one.step(step) for step in range(12)] == [two.step(step) for step in reversed(range(12))][::-1]
     epoch = [index for step in range(5) for group in one.step(step)[1] for index in group]
     assert sorted(epoch) == list(range(40))
+
+
+def greedy_samples(target: Path, prompts: list[list[int]], tokens: int) -> list[Sample]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    samples = []
+    for prompt in prompts:
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, eos_token_id=None
+        )
+        samples.append(Sample(ids=tuple(ids[0].tolist()), prompt_length=len(prompt)))
+    return samples
+
+
+@pytest.mark.parametrize("method", ["domino", "dflash"])
+def test_replayed_rounds_are_those_of_the_reference_loop(target, data, tmp_path, method):
+    """Trained on the toy target's own greedy answers, so that some drafts are right."""
+    from transformers import AutoModelForCausalLM
+
+    from vllm_domino.model.decode import speculative_decode
+
+    prompts = [[n, n + 7, 3 * n] for n in range(1, 13)]
+    samples = greedy_samples(target, prompts, 30)
+    own = tmp_path / "own.jsonl"
+    own.write_text(
+        "".join(
+            json.dumps({"prompt_token_ids": s.ids[:3], "response_token_ids": s.ids[3:]}) + "\n"
+            for s in samples
+        )
+    )
+    run(target, own, tmp_path / "out", method=method, steps=60, learning_rate=2e-2)
+    drafter = Drafter.from_checkpoint(read_checkpoint(tmp_path / "out"), dtype=torch.float32)
+    frozen = FrozenTarget(str(target), (0, 1), torch.float32, torch.device("cpu"))
+    replayed = replay(frozen, block_drafts(drafter), samples, drafter.config.num_draft_tokens, [])
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    accepted = []
+    for sample in samples:
+        result = speculative_decode(model, drafter, sample.ids[:3], max_new_tokens=30)
+        assert tuple(result.token_ids) == sample.ids[3:]
+        accepted += result.accepted
+    assert replayed["acceptance_length"] > 1.2
+    assert replayed["rounds"] == len(accepted)
+    assert replayed["acceptance_length"] == pytest.approx(1 + sum(accepted) / len(accepted), abs=1e-3)

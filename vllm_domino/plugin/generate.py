@@ -86,6 +86,23 @@ def generate(arguments: argparse.Namespace) -> dict:
         "answered": len(todo),
         "tokens": tokens,
         "seconds": round(time.monotonic() - started, 1),
+    } | acceptance(engine)
+
+
+def acceptance(engine) -> dict:
+    """Acceptance length by vLLM's own counters, if the engine speculates and keeps statistics."""
+    try:
+        counters = {metric.name: metric for metric in engine.get_metrics()}
+    except AssertionError:  # statistics are off, as they are by default offline
+        return {}
+    drafts = counters.get("vllm:spec_decode_num_drafts")
+    if drafts is None or not drafts.value:
+        return {}
+    accepted = counters["vllm:spec_decode_num_accepted_tokens"].value
+    by_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    return {
+        "acceptance_length": round(1.0 + accepted / drafts.value, 4),
+        "per_position": [round(count / drafts.value, 4) for count in by_position],
     }
 
 

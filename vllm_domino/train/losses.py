@@ -42,18 +42,18 @@ class _BlockLosses(torch.autograd.Function):
             rows = slice(start, start + chunk)
             target = labels[rows].unsqueeze(1)
             base = hidden[rows].to(compute) @ head.T  # [n, V]
-            grads = torch.zeros((), device=hidden.device)
+            grads = None
             if code is not None:  # before the base loss, which overwrites the base logits
                 c = code[rows].to(compute)
-                final_losses, grads, hits[1, rows] = _softmax_loss((base + c @ book.T).float(), target)
-                sums[1] += (final_losses * final_weights[rows]).sum()
-                grads *= final_weights[rows].unsqueeze(1)
+                final = (base + c @ book.T).float()
+                loss, grads, hits[1, rows] = _softmax_loss(final, target, final_weights[rows])
+                sums[1] += loss
                 narrow = grads.to(compute)
                 grad_code[rows] = (narrow @ book).to(code.dtype)
                 grad_book += (narrow.T @ c).float()
-            losses, base_grads, hits[0, rows] = _softmax_loss(base.float(), target)
-            sums[0] += (losses * base_weights[rows]).sum()
-            grads = base_grads.mul_(base_weights[rows].unsqueeze(1)).add_(grads)
+            loss, base_grads, hits[0, rows] = _softmax_loss(base.float(), target, base_weights[rows])
+            sums[0] += loss
+            grads = base_grads if grads is None else base_grads.add_(grads)
             grad_hidden[rows] = (grads.to(compute) @ head).to(hidden.dtype)
         ctx.save_for_backward(
             grad_hidden, grad_code, None if grad_book is None else grad_book.to(codebook.dtype)
@@ -68,19 +68,23 @@ class _BlockLosses(torch.autograd.Function):
         return *scaled, None, None if grad_book is None else grad_book * grad_loss, None, None, None, None
 
 
-def _softmax_loss(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy [n], its gradient [n, V] (in the memory of `logits`) and whether the argmax is right
-    [n].
+def _softmax_loss(logits: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted cross-entropy and its gradient, in as few passes over the logits as there can be.
+
+    Args:
+        logits: [n, V] fp32, overwritten. target: [n, 1] int64. weights: [n] fp32.
+
+    Returns:
+        The sum of the losses (scalar), its gradient [n, V] (the memory of `logits`), and [n] bool: argmax is right.
     """
-    right = logits.argmax(dim=1, keepdim=True) == target
-    maximum = logits.amax(dim=1, keepdim=True)
+    maximum, best = logits.max(dim=1, keepdim=True)
     picked = logits.gather(1, target) - maximum
-    probabilities = logits.sub_(maximum).exp_()
-    total = probabilities.sum(dim=1, keepdim=True)
-    losses = total.log() - picked
-    gradient = probabilities.div_(total)
-    gradient.scatter_add_(1, target, torch.full_like(picked, -1.0))
-    return losses.squeeze(1), gradient, right.squeeze(1)
+    exponents = logits.sub_(maximum).exp_()
+    total = exponents.sum(dim=1, keepdim=True)
+    losses = (total.log() - picked).squeeze(1)
+    share = weights.unsqueeze(1)
+    gradient = exponents.mul_(share / total).scatter_add_(1, target, -share)
+    return (losses * weights).sum(), gradient, (best == target).squeeze(1)
 
 
 def block_losses(

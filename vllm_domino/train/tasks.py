@@ -122,9 +122,13 @@ def _own(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def copy_target_layers(drafter: Drafter, target: nn.Module) -> None:
-    """Start the draft layers from the target's last layers, where all their shapes agree."""
-    layers = target.base_model.layers
-    for mine, theirs in zip(drafter.backbone.layers, layers[-len(drafter.backbone.layers) :], strict=True):
+    """Start the draft layers from the target's last layers, where all their shapes agree.
+
+    Those layers expect the residual stream as context: `fc` starts as the mean of the features, which is close to it.
+    """
+    backbone, layers = drafter.backbone, target.base_model.layers
+    chosen = layers[-len(backbone.layers) :]
+    for mine, theirs in zip(backbone.layers, chosen, strict=True):
         state = dict(theirs.named_parameters())
         for name, parameter in mine.named_parameters():
             if name not in state or state[name].shape != parameter.shape:
@@ -133,7 +137,10 @@ def copy_target_layers(drafter: Drafter, target: nn.Module) -> None:
                     "drop intermediate_size or use `--set init_from_target=false`"
                 )
             parameter.copy_(state[name])
-    drafter.backbone.norm.weight.copy_(target.base_model.norm.weight)
+    backbone.norm.weight.copy_(target.base_model.norm.weight)
+    backbone.hidden_norm.weight.copy_(chosen[len(chosen) // 2].input_layernorm.weight)
+    features = len(drafter.config.target_layer_ids)
+    backbone.fc.weight.copy_(torch.eye(drafter.config.hidden_size).repeat(1, features) / features)
 
 
 def build_task(
