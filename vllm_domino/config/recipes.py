@@ -27,6 +27,7 @@ class ExportRecipe(_Strict):
     target: the model it drafts for, the same way; only its tokenizer and config are read, for the manifest.
     candidate_pool: tokens that the head scores, those that lead the base logits; 0 is the whole vocabulary.
     scores: graphs also return the probability of every draft token.
+    draft_tokens: tokens drafted per block, for servers that verify fewer than a block; 0 is all of them.
     verify_context: longest context of the check against PyTorch.
     """
 
@@ -38,6 +39,7 @@ class ExportRecipe(_Strict):
     dtype: Dtype = "float32"
     candidate_pool: int = Field(default=0, ge=0)
     scores: bool = False
+    draft_tokens: int = Field(default=0, ge=0)
     verify_context: int = Field(default=2048, ge=1)
 
     @property
@@ -47,7 +49,7 @@ class ExportRecipe(_Strict):
     def with_overrides(self, engine: EngineRecipe) -> ExportRecipe:
         """This recipe with what the engine decides: dtype, and the head options that it names."""
         updates: dict[str, Any] = {"dtype": engine.dtype}
-        for key in ("candidate_pool", "scores"):
+        for key in ("candidate_pool", "scores", "draft_tokens"):
             if getattr(engine, key) is not None:
                 updates[key] = getattr(engine, key)
         return self.model_copy(update=updates)
@@ -58,6 +60,7 @@ class ExportRecipe(_Strict):
         parts = [self.name, SHORT_DTYPES[self.dtype]]
         parts += [f"pool{self.candidate_pool}"] if self.candidate_pool else []
         parts += ["scores"] if self.scores else []
+        parts += [f"k{self.draft_tokens}"] if self.draft_tokens else []
         return "-".join(parts)
 
 
@@ -67,7 +70,7 @@ class EngineRecipe(_Strict):
     compute_capability: of the GPU, "8.9"; only for a GPU backend.
     batch_buckets, context_buckets: sizes that the engine is built (and, on a GPU, captured) for, ascending.
     draft_window: newest context tokens that a draft step reads.
-    candidate_pool, scores: override the export recipe's; None leaves them.
+    candidate_pool, scores, draft_tokens: override the export recipe's; None leaves them.
     providers: ONNX Runtime execution providers in order of preference.
     options: passed to the backend's builder or session as they are.
     """
@@ -81,6 +84,7 @@ class EngineRecipe(_Strict):
     context_buckets: tuple[int, ...] = ()
     candidate_pool: int | None = Field(default=None, ge=0)
     scores: bool | None = None
+    draft_tokens: int | None = Field(default=None, ge=0)
     providers: tuple[str, ...] = ()
     options: dict[str, bool | int | float | str] = {}
 

@@ -118,7 +118,11 @@ def _exported(checkpoint: DraftCheckpoint, recipe: ExportRecipe, folder: Path, s
             return report
     except ValueError:
         pass  # none there, or not whole: made anew
-    options = HeadOptions(candidate_pool=recipe.candidate_pool or None, scores=recipe.scores)
+    options = HeadOptions(
+        candidate_pool=recipe.candidate_pool or None,
+        scores=recipe.scores,
+        draft_tokens=recipe.draft_tokens or None,
+    )
     return export_graphs(
         checkpoint, options, recipe.torch_dtype, folder, verify_context=recipe.verify_context, progress=say
     )

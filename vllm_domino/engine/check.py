@@ -16,6 +16,7 @@ from vllm_domino.engine.manifest import (
 )
 from vllm_domino.engine.target import tokenizer_hash
 from vllm_domino.export.report import check_files
+from vllm_domino.model.drafter import HeadOptions
 
 __all__ = ["PlainCheckpoint", "ServingFacts", "check_fit", "load_engine_dir", "tokenizer_hash"]
 
@@ -138,7 +139,8 @@ def _check_target(where: str, found: EngineManifest | PlainCheckpoint, facts: Se
 
 
 def _check_serving(where: str, found: EngineManifest | PlainCheckpoint, facts: ServingFacts) -> None:
-    most = found.config.num_draft_tokens
+    head = found.head.options() if isinstance(found, EngineManifest) else HeadOptions()
+    most = head.drafts_of(found.config)
     if not 1 <= facts.num_speculative_tokens <= most:
         raise ValueError(
             f"{where}: num_speculative_tokens is {facts.num_speculative_tokens}, this drafter drafts 1 to "

@@ -51,7 +51,7 @@ def context_graph(config: DraftConfig) -> GraphSpec:
 
 def block_graph(config: DraftConfig, options: HeadOptions) -> GraphSpec:
     """anchors, context K/V, the target's embedding and LM head -> draft ids; traced from `Drafter.draft`."""
-    drafts = config.num_draft_tokens
+    drafts = options.drafts_of(config)
     outputs = [TensorSpec("draft_ids", (BATCH, drafts), "int64")]
     if options.scores:
         outputs.append(TensorSpec("draft_probs", (BATCH, drafts), "float32"))

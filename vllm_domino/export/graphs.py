@@ -169,16 +169,23 @@ class PlainBackbone(nn.Module):
         half = self.config.head_dim // 2
         tables = cos[..., :half], sin[..., :half]  # [B, Q, D/2]
         bias = torch.zeros_like(mask, dtype=block_embeds.dtype).masked_fill(~mask, float("-inf"))
-        # [B, S, L, 2, Hkv, D] -> [L, 2, B, Hkv, S, D], once for all layers
-        context = context_kv.permute(2, 3, 0, 4, 1, 5)
+        # [B, S, L, 2, Hkv, D] -> [2*L, B, Hkv, S, D], once for all layers
+        context = context_kv.flatten(2, 3).permute(2, 0, 3, 1, 4).unbind(0)
         x = block_embeds
         for index, layer in enumerate(self.layers):
-            x = x + self._attend(layer, layer.input_layernorm(x), tables, context[index], bias)
+            x = x + self._attend(
+                layer, layer.input_layernorm(x), tables, context[2 * index : 2 * index + 2], bias
+            )
             x = x + layer.feed_forward(layer.post_attention_layernorm(x))
         return self.norm(x)
 
     def _attend(
-        self, layer: _JoinedLayer, x: Tensor, tables: tuple[Tensor, Tensor], context: Tensor, bias: Tensor
+        self,
+        layer: _JoinedLayer,
+        x: Tensor,
+        tables: tuple[Tensor, Tensor],
+        context: tuple[Tensor, ...],
+        bias: Tensor,
     ) -> Tensor:
         config = self.config
         size, kv_heads, rows = config.head_dim, config.num_key_value_heads, config.block_size
@@ -193,7 +200,7 @@ class PlainBackbone(nn.Module):
         q = q.transpose(1, 2).reshape(-1, kv_heads, config.num_attention_heads // kv_heads * rows, size)
         k = k.transpose(1, 2)  # [B, Hkv, Q, D]
         v = v.unflatten(-1, (kv_heads, size)).transpose(1, 2)
-        context_k, context_v = context.unbind(0)  # [B, Hkv, S, D]
+        context_k, context_v = context  # [B, Hkv, S, D]
         length = context_k.shape[2]
         scores = torch.cat(
             (q @ context_k.transpose(2, 3), q @ k.transpose(2, 3)), dim=-1
@@ -227,6 +234,9 @@ class FoldedHead(nn.Module):
 
     def correction_code(self, slot: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
         return fn.silu(slot + state[1][:, 3 * self.gru_dim :])
+
+    def correct(self, base: Tensor, code: Tensor) -> Tensor:
+        return torch.addmm(base, code, self.embed_proj[2].weight.t())
 
     def first_gru_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
         gates, new = fn.linear(x, self.input_weight).split((2 * self.gru_dim, self.gru_dim), dim=-1)

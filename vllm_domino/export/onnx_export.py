@@ -43,7 +43,11 @@ def run_export_recipe(
     say = progress or (lambda _: None)
     say(f"reading {recipe.checkpoint}")
     checkpoint = read_checkpoint(recipe.checkpoint, recipe.revision)
-    options = HeadOptions(candidate_pool=recipe.candidate_pool or None, scores=recipe.scores)
+    options = HeadOptions(
+        candidate_pool=recipe.candidate_pool or None,
+        scores=recipe.scores,
+        draft_tokens=recipe.draft_tokens or None,
+    )
     folder = out_dir or Path("export/built") / recipe.build_name
     return export_graphs(
         checkpoint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -67,13 +68,14 @@ class HeadEntry(Record):
 
     candidate_pool: int | None = None
     scores: bool = False
+    draft_tokens: int | None = None
 
     @classmethod
     def of(cls, options: HeadOptions) -> HeadEntry:
-        return cls(candidate_pool=options.candidate_pool, scores=options.scores)
+        return cls(**dataclasses.asdict(options))
 
     def options(self) -> HeadOptions:
-        return HeadOptions(candidate_pool=self.candidate_pool, scores=self.scores)
+        return HeadOptions(**self.model_dump())
 
 
 class Verification(Record):

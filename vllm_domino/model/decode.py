@@ -71,7 +71,7 @@ def speculative_decode(
     lm_head = target.get_output_embeddings().weight
     if drafter.vocab_ids is not None:
         lm_head = lm_head[drafter.vocab_ids]
-    limit = num_draft_tokens or drafter.config.num_draft_tokens
+    limit = num_draft_tokens or drafter.num_draft_tokens
     cache, result = DynamicCache(), DecodeResult()
     layer_ids = drafter.config.target_layer_ids
 

@@ -22,10 +22,26 @@ class HeadOptions:
         (per request); None scores the whole vocabulary. The pure prefix always takes the full argmax.
     scores: also return the probability of every draft token under the drafter (and, with a pool, the
         candidates with their logits).
+    draft_tokens: how many tokens of a block are drafted; None drafts all. Fewer cost less and are the same.
     """
 
     candidate_pool: int | None = None
     scores: bool = False
+    draft_tokens: int | None = None
+
+    def drafts_of(self, config: DraftConfig) -> int:
+        """K: draft tokens that come out of one block.
+
+        Raises:
+            ValueError: more than the block has.
+        """
+        drafts = self.draft_tokens or config.num_draft_tokens
+        if drafts > config.num_draft_tokens:
+            raise ValueError(
+                f"draft_tokens is {drafts}, a block of this drafter has {config.num_draft_tokens}; "
+                f"set draft_tokens = {config.num_draft_tokens} or less, or 0 for all"
+            )
+        return drafts
 
 
 class Drafter(nn.Module):
@@ -38,6 +54,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.options = options or HeadOptions()
+        self.options.drafts_of(config)  # refuses more than the block has
         self.backbone = DraftBackbone(config)
         self.head = DominoHead(config) if config.has_head else None
         vocab_ids = torch.arange(config.head_vocab_size) if config.draft_vocab_size else None
@@ -78,6 +95,11 @@ class Drafter(nn.Module):
         drafter.requires_grad_(False)
         return drafter.to(dtype) if dtype is not None else drafter
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """K of this drafter's options."""
+        return self.options.drafts_of(self.config)
+
     def public_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters under the names of the public checkpoints."""
         return {name.split(".", 1)[1]: p for name, p in self.named_parameters()}
@@ -105,7 +127,8 @@ class Drafter(nn.Module):
         hidden = self.backbone(
             fn.embedding(block_ids, embedding), anchor_positions.unsqueeze(1) + offsets, context_kv, mask
         )
-        return hidden if self.config.shift_label else hidden[:, 1:]
+        first = 0 if self.config.shift_label else 1
+        return hidden[:, first : first + self.num_draft_tokens]
 
     def draft(
         self,
@@ -131,19 +154,20 @@ class Drafter(nn.Module):
             that candidate_ids [B, C] int64 and candidate_logits [B, K, C].
         """
         hidden = self.block_hidden(anchor_ids, anchor_positions, context_kv, context_lengths, embedding)
-        base = fn.linear(hidden, lm_head)  # [B, K, V_head]
+        # one product over all rows: exported in three dimensions, ONNX Runtime packs the LM head per request
+        base = fn.linear(hidden.flatten(0, 1), lm_head).unflatten(0, hidden.shape[:2])  # [B, K, V_head]
         if self.head is None:
             return self._plain(base)
         pool_ids, rows = self._candidates(base)
         slots = self.head.slots(hidden)
         state = self.head.first_gru_step(fn.embedding(anchor_ids, embedding))
         drafts, logits = [], []
-        for i in range(self.config.num_draft_tokens):
+        for i in range(self.num_draft_tokens):
             scores = base[:, i]
             if i >= self.config.pure_draft_prefix_len:
                 code = self.head.correction_code(slots[:, i], state)  # [B, R]
                 if pool_ids is None:
-                    scores = scores + self.head.embed_proj[2](code)
+                    scores = self.head.correct(scores, code)
                     chosen = scores.argmax(dim=-1)
                 else:
                     scores = scores.gather(1, pool_ids) + torch.matmul(rows, code.unsqueeze(-1)).squeeze(-1)
@@ -153,7 +177,7 @@ class Drafter(nn.Module):
                 scores = scores if pool_ids is None else scores.gather(1, pool_ids)
             drafts.append(self._target_ids(chosen))
             logits.append(scores)
-            if i + 1 < self.config.num_draft_tokens:
+            if i + 1 < self.num_draft_tokens:
                 state = self.head.gru_cell(fn.embedding(drafts[-1], embedding), state)
         ids = torch.stack(drafts, dim=1)
         if not self.options.scores:

@@ -58,6 +58,10 @@ class DominoHead(nn.Module):
         """
         return fn.silu(self.embed_proj[0](torch.cat((hidden, state), dim=-1)))
 
+    def correct(self, base: Tensor, code: Tensor) -> Tensor:
+        """Final logits: base [B, V_head] plus the code's [B, R] product with the whole vocabulary."""
+        return base + self.embed_proj[2](code)
+
     def forward(self, hidden: Tensor, token_embeds: Tensor) -> Tensor:
         """Teacher-forced corrections, for training.
 

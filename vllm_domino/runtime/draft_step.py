@@ -40,7 +40,7 @@ class DraftStep:
         """
         config = session.config
         self.session, self.draft_window, self.device = session, draft_window, device
-        self.num_draft_tokens, self.vocab_size = config.num_draft_tokens, config.vocab_size
+        self.num_draft_tokens, self.vocab_size = session.options.drafts_of(config), config.vocab_size
         self.row_shape = config.context_row_shape
         self.row_size = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
         self._context_sizes = _context_sizes(session, draft_window)
