@@ -51,9 +51,7 @@ class ContextGraph(nn.Module):
         self.fc, self.hidden_norm = backbone.fc, backbone.hidden_norm
         attention = [layer.self_attn for layer in backbone.layers]
         self.kv_weight = _join([w for a in attention for w in (a.k_proj.weight, a.v_proj.weight)])
-        self.k_norm_weight = nn.Parameter(
-            torch.stack([a.k_norm.weight for a in attention])[:, None]
-        )  # [L, 1, D]
+        self.k_norms = nn.ModuleList(a.k_norm for a in attention)
         self.eval().requires_grad_(False)
 
     def forward(self, features: Tensor, positions: Tensor) -> Tensor:
@@ -62,7 +60,8 @@ class ContextGraph(nn.Module):
         x = self.hidden_norm(self.fc(features))
         kv = fn.linear(x, self.kv_weight).unflatten(-1, config.context_row_shape)
         k, v = kv.unbind(2)  # [N, L, Hkv, D] each
-        k = fn.rms_norm(k, (config.head_dim,), None, config.rms_norm_eps) * self.k_norm_weight
+        # every layer has its own weight: normalised apart, since low precision shows a second rounding
+        k = torch.stack([norm(part) for norm, part in zip(self.k_norms, k.unbind(1), strict=True)], dim=1)
         cos, sin = rope_tables(positions[:, None, None], config.head_dim, config.rope_theta)
         return torch.stack((apply_rope(k, cos, sin), v), dim=2)
 
@@ -147,68 +146,81 @@ class FusedBackbone(nn.Module):
 
 
 class PlainBackbone(nn.Module):
-    """Attention in two parts, context and block, under one softmax; query heads of a K/V head together."""
+    """Attention as products per K/V head, context and block apart under one softmax: no transposition at all.
+
+    The context is taken apart into its (layer, key or value, head) parts in one pass, the only copy made of it.
+    """
 
     def __init__(self, backbone: DraftBackbone):
         super().__init__()
         self.config, self.norm = backbone.config, backbone.norm
-        self.layers = nn.ModuleList(_JoinedLayer(layer) for layer in backbone.layers)
-        config = backbone.config
-        for joined, layer in zip(self.layers, backbone.layers, strict=True):
-            q, k = layer.self_attn.q_norm.weight / math.sqrt(config.head_dim), layer.self_attn.k_norm.weight
-            scale = torch.cat(
-                (q.expand(config.num_attention_heads, -1), k.expand(config.num_key_value_heads, -1))
-            )
-            joined.qk_scale = nn.Parameter(scale)  # [Hq+Hkv, D], the softmax scale included
+        self.layers = nn.ModuleList(_PlainLayer(layer) for layer in backbone.layers)
 
     def forward(
         self, block_embeds: Tensor, block_positions: Tensor, context_kv: Tensor, mask: Tensor
     ) -> Tensor:
         """See `DraftBackbone.forward`."""
         cos, sin = rope_tables(block_positions, self.config.head_dim, self.config.rope_theta)
-        half = self.config.head_dim // 2
+        half, kv_heads = self.config.head_dim // 2, self.config.num_key_value_heads
         tables = cos[..., :half], sin[..., :half]  # [B, Q, D/2]
-        bias = torch.zeros_like(mask, dtype=block_embeds.dtype).masked_fill(~mask, float("-inf"))
-        # [B, S, L, 2, Hkv, D] -> [2*L, B, Hkv, S, D], once for all layers
-        context = context_kv.flatten(2, 3).permute(2, 0, 3, 1, 4).unbind(0)
+        bias = torch.zeros_like(mask[:, 0], dtype=block_embeds.dtype).masked_fill(~mask[:, 0], float("-inf"))
+        parts = context_kv.flatten(2, 4).unbind(2)  # 2 * L * Hkv of [B, S, D]
         x = block_embeds
         for index, layer in enumerate(self.layers):
-            x = x + self._attend(
-                layer, layer.input_layernorm(x), tables, context[2 * index : 2 * index + 2], bias
-            )
+            start = 2 * kv_heads * index
+            keys, values = parts[start : start + kv_heads], parts[start + kv_heads : start + 2 * kv_heads]
+            x = x + layer.attend(layer.input_layernorm(x), tables, keys, values, bias)
             x = x + layer.feed_forward(layer.post_attention_layernorm(x))
         return self.norm(x)
 
-    def _attend(
+
+class _PlainLayer(nn.Module):
+    """One decoder layer; only q and k are joined, since taking a joined result apart costs a copy."""
+
+    def __init__(self, layer: DraftLayer):
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.config_heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        self.eps = attention.q_norm.eps
+        self.qk_weight = _join([attention.q_proj.weight, attention.k_proj.weight])
+        self.v_proj, self.o_proj = attention.v_proj, attention.o_proj
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        heads, kv_heads, size = self.config_heads
+        q, k = attention.q_norm.weight / math.sqrt(size), attention.k_norm.weight
+        # [Hq+Hkv, D]; the softmax scale is in it
+        self.qk_scale = nn.Parameter(torch.cat((q.expand(heads, -1), k.expand(kv_heads, -1))))
+        self.unit = nn.Parameter(torch.ones(size))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(fn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def attend(
         self,
-        layer: _JoinedLayer,
         x: Tensor,
         tables: tuple[Tensor, Tensor],
-        context: tuple[Tensor, ...],
+        keys: tuple[Tensor, ...],
+        values: tuple[Tensor, ...],
         bias: Tensor,
     ) -> Tensor:
-        config = self.config
-        size, kv_heads, rows = config.head_dim, config.num_key_value_heads, config.block_size
-        rotated = config.num_attention_heads + kv_heads
-        qk, v = fn.linear(x, layer.qkv_weight).split((rotated * size, kv_heads * size), dim=-1)
-        qk = (
-            fn.rms_norm(qk.unflatten(-1, (rotated, size)), (size,), None, config.rms_norm_eps)
-            * layer.qk_scale
-        )
-        qk = torch.onnx.ops.rotary_embedding(qk.flatten(2), *tables, num_heads=rotated)
-        q, k = qk.unflatten(-1, (rotated, size)).split((config.num_attention_heads, kv_heads), dim=2)
-        q = q.transpose(1, 2).reshape(-1, kv_heads, config.num_attention_heads // kv_heads * rows, size)
-        k = k.transpose(1, 2)  # [B, Hkv, Q, D]
-        v = v.unflatten(-1, (kv_heads, size)).transpose(1, 2)
-        context_k, context_v = context  # [B, Hkv, S, D]
-        length = context_k.shape[2]
-        scores = torch.cat(
-            (q @ context_k.transpose(2, 3), q @ k.transpose(2, 3)), dim=-1
-        )  # [B, Hkv, G*Q, S+Q]
-        seen, own = torch.softmax(scores + bias, dim=-1).split((length, rows), dim=-1)
-        out = seen @ context_v + own @ v
-        out = out.reshape(-1, config.num_attention_heads, rows, size).transpose(1, 2).flatten(2)
-        return layer.o_proj(out)
+        """From x [B, Q, H], keys and values of every K/V head [B, S, D], bias [B, 1, S+Q] to [B, Q, H]."""
+        heads, kv_heads, size = self.config_heads
+        group, rows, length = heads // kv_heads, x.shape[1], keys[0].shape[1]
+        qk = fn.linear(x, self.qk_weight).unflatten(-1, (heads + kv_heads, size))
+        qk = fn.rms_norm(qk, (size,), self.unit, self.eps) * self.qk_scale
+        qk = torch.onnx.ops.rotary_embedding(qk.flatten(2), *tables, num_heads=heads + kv_heads)
+        joined = [group * size] * kv_heads + [size] * kv_heads
+        pieces = qk.split(joined, dim=-1)
+        own_values = self.v_proj(x).split(size, dim=-1)
+        outputs = []
+        for head in range(kv_heads):
+            q, own_keys = pieces[head].reshape(-1, rows * group, size), pieces[kv_heads + head]
+            scores = torch.cat((q @ keys[head].transpose(1, 2), q @ own_keys.transpose(1, 2)), dim=-1)
+            seen, own = torch.softmax(scores + bias, dim=-1).split((length, rows), dim=-1)
+            out = seen @ values[head] + own @ own_values[head]  # [B, Q*G, D]
+            outputs.append(out.reshape(-1, rows, group * size))
+        return self.o_proj(torch.cat(outputs, dim=-1))
 
 
 class FoldedHead(nn.Module):
