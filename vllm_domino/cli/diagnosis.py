@@ -9,9 +9,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm_domino
+
+if TYPE_CHECKING:
+    from vllm_domino.engine.catalog import CatalogEntry
 
 ENTRY_POINT_GROUP, ENTRY_POINT = "vllm.general_plugins", "domino"
 PACKAGES = (
@@ -43,12 +46,11 @@ class Diagnosis:
 def diagnose(roots: Iterable[Path]) -> Diagnosis:
     """Look at this environment and at the engines under `roots`."""
     problems: list[str] = []
-    devices = _devices()
     return Diagnosis(
         versions=_versions(),
         plugin=_plugin(problems),
-        devices={name: value for name, value in devices.items() if name != "capability"},
-        engines=_engines(roots, devices["capability"]),
+        devices=_devices(),
+        engines=_engines(roots),
         problems=problems,
     )
 
@@ -121,7 +123,6 @@ def _devices() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     devices: dict[str, Any] = {
         "cpu": f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores, {human_bytes(memory)} of memory",
-        "capability": None,
     }
     gpu = present_device(None)
     if gpu is None:
@@ -131,7 +132,6 @@ def _devices() -> dict[str, Any]:
             f"{torch.cuda.device_count()} × {gpu.name}, compute capability {gpu.compute_capability}"
         )
         devices["driver"] = f"supports CUDA {gpu.driver}" if gpu.driver else "not known"
-        devices["capability"] = torch.cuda.get_device_capability()
     devices["onnxruntime"] = _providers()
     return devices
 
@@ -152,16 +152,16 @@ def _providers() -> str:
     return ", ".join(onnxruntime.get_available_providers())
 
 
-def _engines(roots: Iterable[Path], capability: tuple[int, int] | None) -> list[dict[str, Any]]:
+def _engines(roots: Iterable[Path]) -> list[dict[str, Any]]:
     """Every engine found, and whether it fits this machine (not a certain target: the server checks that)."""
-    from vllm_domino.engine.catalog import CatalogEntry, find_engines
+    from vllm_domino.engine.catalog import find_engines
 
     entries: dict[Path, CatalogEntry] = {}
     for root in roots:
         entries |= {entry.folder.resolve(): entry for entry in find_engines(root)}
     engines = []
     for entry in entries.values():
-        reason = _misfit_here(entry, capability)
+        reason = misfit_here(entry)
         manifest = entry.manifest
         what = ""
         if manifest is not None:
@@ -171,7 +171,10 @@ def _engines(roots: Iterable[Path], capability: tuple[int, int] | None) -> list[
     return engines
 
 
-def _misfit_here(entry: Any, capability: tuple[int, int] | None) -> str | None:
+def misfit_here(entry: CatalogEntry) -> str | None:
+    """Why an engine does not run on this machine, whatever target it is for; None when it does."""
+    import torch
+
     from vllm_domino.engine.check import ServingFacts
 
     manifest = entry.manifest
@@ -187,6 +190,6 @@ def _misfit_here(entry: Any, capability: tuple[int, int] | None) -> str | None:
         num_speculative_tokens=1,
         max_num_seqs=1,
         max_model_len=manifest.draft_window,
-        capability=capability,
+        capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
     )
     return entry.problem(facts)
