@@ -102,6 +102,8 @@ class Drafting(nn.Module):
         self, anchor_ids: Tensor, positions: Tensor, block_table: Tensor, max_context: int
     ) -> Tensor | None:
         """Draft ids [B, K'] with K' = num_speculative_tokens, a view of a static buffer; None when the step failed."""
+        if self._pending:  # rows that the drafts would read are not written yet
+            return None
         start = time.perf_counter()
         try:
             drafts = self.step.draft(anchor_ids, positions, block_table, max_context)[:, : self.num_tokens]
