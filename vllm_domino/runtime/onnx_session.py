@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from vllm_domino.engine.manifest import EngineManifest
 from vllm_domino.export.report import VOCAB_FILE, GraphEntry, TensorEntry
+from vllm_domino.runtime.cpu_threads import thread_affinities, thread_count
 from vllm_domino.runtime.providers import CPU, provider_list
 from vllm_domino.runtime.target_tables import target_tables
 
-THREADS_VARIABLE = "VLLM_DOMINO_ORT_THREADS"
 _ELEMENTS: dict[torch.dtype, Any] = {
     torch.float32: np.float32,
     torch.float16: np.float16,
@@ -167,25 +166,12 @@ class _Graph:
 _EMPTY = torch.zeros(64)
 
 
-def thread_count() -> int:
-    """Threads of one graph run: `VLLM_DOMINO_ORT_THREADS`, or as many as PyTorch uses.
-
-    Raises:
-        ValueError: the variable is not a positive number.
-    """
-    text = os.environ.get(THREADS_VARIABLE)
-    if text is None:
-        return torch.get_num_threads()
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(
-            f"{THREADS_VARIABLE} is {text!r}; it must be a number from 1 (or unset: PyTorch's threads)"
-        )
-    return int(text)
-
-
 def _session_options() -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = thread_count()
+    affinities = thread_affinities(options.intra_op_num_threads)
+    if affinities is not None:
+        options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.log_severity_level = 3
