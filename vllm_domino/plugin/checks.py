@@ -21,9 +21,13 @@ def refuse_unsupported(vllm_config: Any, target_model: nn.Module) -> None:
         ("pipeline parallel", parallel.pipeline_parallel_size, "--pipeline-parallel-size 1"),
     ):
         if size > 1:
-            raise ValueError(f"vllm-domino: {name} size is {size}, it must be 1: serve with {flag}, or without Domino")
+            raise ValueError(
+                f"vllm-domino: {name} size is {size}, it must be 1: serve with {flag}, or without Domino"
+            )
     if vllm_config.lora_config is not None:
-        raise ValueError("vllm-domino: LoRA is on and not supported with a Domino drafter: serve without --enable-lora")
+        raise ValueError(
+            "vllm-domino: LoRA is on and not supported with a Domino drafter: serve without --enable-lora"
+        )
     if vllm_config.speculative_config.draft_sample_method != "greedy":
         raise ValueError(
             "vllm-domino: draft_sample_method is "
@@ -60,7 +64,9 @@ def target_weights(target_model: nn.Module, vocab_size: int) -> tuple[Tensor, Te
     Raises:
         ValueError: an LM head whose weight is not plain floating point (a quantized one).
     """
-    language = target_model.get_language_model() if hasattr(target_model, "get_language_model") else target_model
+    language = (
+        target_model.get_language_model() if hasattr(target_model, "get_language_model") else target_model
+    )
     inner = getattr(language, "model", language)
     embedding = inner.embed_tokens.weight
     head = getattr(language, "lm_head", None)

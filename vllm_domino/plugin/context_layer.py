@@ -72,5 +72,7 @@ class ContextLayer(nn.Module, AttentionLayerBase):
         if cache.numel() == 0:
             return None
         heads_axis = 1  # [pages, 1 head, page size, 2 * head size]
-        assert cache.dim() == 4 and cache.shape[heads_axis] == 1 and cache.shape[3] == self.row_size, cache.shape
+        assert cache.dim() == 4 and cache.shape[heads_axis] == 1 and cache.shape[3] == self.row_size, (
+            cache.shape
+        )
         return cache.squeeze(heads_axis)

@@ -70,7 +70,7 @@ class DominoProposer(DFlashProposer):
             slots = _without_rejected(slots, meta, num_rejected_tokens_gpu)
         stored = self.model.store_context(target_hidden_states, target_positions, slots)
         drafts = None
-        if stored and not self._all_prefilling(anchors.shape[0]):
+        if stored and num_speculative_tokens and not self._all_prefilling(anchors.shape[0]):
             drafts = self.model.draft(next_token_ids, anchors, meta.block_table_tensor, meta.max_seq_len)
         return self._result(drafts, anchors, num_speculative_tokens)
 

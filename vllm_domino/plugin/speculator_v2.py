@@ -50,7 +50,9 @@ class DominoSpeculator(DFlashSpeculator):
             table = self.block_tables.input_block_tables[self.draft_kv_cache_group_id][:num_reqs]
         else:  # memory profiling runs before there are block tables
             table = torch.zeros(num_reqs, 1, dtype=torch.int32, device=self.device)
-        drafts = self.model.draft(self.input_buffers.input_ids[anchors], positions, table, self.draft_max_seq_len)
+        drafts = self.model.draft(
+            self.input_buffers.input_ids[anchors], positions, table, self.draft_max_seq_len
+        )
         if drafts is None:
             out.zero_()
             return
