@@ -1,10 +1,10 @@
 """Lower bounds of one draft step, per GPU type: what its bytes and operations cost at the GPU's own peak rates.
 
 Bytes count once per step what has to come from device memory (weights, context K/V, LM head, the rows that the head
-gathers). The head's own weights are read for every draft in turn: again from memory, unless they fit the GPU's L2 cache.
-Operations count multiply-adds as two. A part takes at least the larger of bytes over bandwidth and operations over dense
-tensor throughput; parts run one after another. No kernel launch, no imbalance: a real step takes longer, and how much
-longer is what `benchmarks/gpu_check` measures.
+gathers). What the head reads for every draft in turn comes from memory again, unless it fits the GPU's L2 cache.
+Operations count multiply-adds as two. A part takes at least the larger of bytes over bandwidth and operations over
+dense tensor throughput; parts run one after another. No kernel launch, no imbalance: a real step takes longer, and
+how much longer is what `benchmarks/gpu_check` measures.
 
     python -m vllm_domino.bench.cost_model           # benchmarks/cost_model.json, .md and .png
 """
@@ -211,8 +211,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"# What one draft step of {result['drafter']} costs at least",
         "",
         "Lower bounds in microseconds from data-sheet rates (`vllm_domino/bench/cost_model.py`); not measured.",
-        f"Candidate pool {result['head']['candidate_pool']}, draft window {result['draft_window']}, beside "
-        f"the verify step of {result['target']['name']}.",
+        f"Draft window {result['draft_window']}, verify step of {result['target']['name']}, head options: "
+        + ", ".join(f"{k} {v}" for k, v in result["head"].items() if v)
+        + ".",
         "Every batch from 1 to 64 and context from 512 to 8192 is in `cost_model.json`.",
         "",
         "| GPU | batch | context | rows | backbone | attention | LM head | head | draft | verify | share |",
