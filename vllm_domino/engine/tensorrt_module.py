@@ -38,6 +38,8 @@ def load_module(backend: str) -> ModuleType:
     mend = f"pip install 'vllm-domino[{EXTRAS[backend]}]'"
     try:
         module = importlib.import_module(backend)
+        if installed_version(backend) is None:
+            raise ImportError(f"{list(module.__path__)} is not NVIDIA's")
     except (ImportError, OSError) as error:  # OSError: the bindings are there, the libraries are not
         raise ValueError(
             f"backend {backend}: the Python module {backend} cannot be imported ({error}); {mend}"
@@ -55,7 +57,8 @@ def load_module(backend: str) -> ModuleType:
 def installed_version(backend: str) -> str | None:
     """The version of the module, None where it cannot be imported; for `doctor` and messages."""
     try:
-        return importlib.import_module(backend).__version__
+        # a folder of that name on the path imports as an empty module
+        return getattr(importlib.import_module(backend), "__version__", None)
     except (ImportError, OSError):
         return None
 

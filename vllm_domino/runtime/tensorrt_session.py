@@ -166,7 +166,7 @@ class TensorRTSession:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _score_buffers(self) -> dict[str, Tensor]:
-        """One buffer [largest batch, …] per output beside the draft ids; a smaller batch fills the first rows."""
+        """One buffer [largest batch, …] per further output; a smaller batch fills its first rows."""
         buffers = {}
         for t in self._block.spec.outputs[1:]:
             shape = torch.Size(t.at(**{BATCH: self.batch_buckets[-1]}))
