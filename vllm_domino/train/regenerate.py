@@ -143,6 +143,7 @@ def regenerate(
             "mend what vLLM reports above and run the same command again"
         )
     requests.unlink()
-    counts = json.loads(done.stdout.strip().splitlines()[-1])
+    # vLLM writes to stdout while it shuts down, so the counts need not be the last line
+    counts = next(json.loads(line) for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
     cut = sum(json.loads(line)["finish_reason"] == "length" for line in out.read_text().splitlines())
     return counts | {"left_out_too_long": len(ids) - len(fitting), "cut_at_limit": cut}
