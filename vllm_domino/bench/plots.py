@@ -40,10 +40,18 @@ def draw_plots(cells: Sequence[Cell], variants: Sequence[str]) -> list[tuple[str
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("plots need matplotlib; install it with `pip install 'vllm-domino[bench]'`") from error
+        raise ValueError(
+            "plots need matplotlib; install it with `pip install 'vllm-domino[bench]'`"
+        ) from error
     plots: list[tuple[str, Callable[[Any, _Look], bool]]] = [
-        ("Output tokens/s against concurrency; bars: 95 % interval", lambda ax, look: _throughput(ax, look, cells)),
-        ("Speedup over the plain server; a cross marks where it no longer pays", lambda ax, look: _speedup(ax, look, cells)),
+        (
+            "Output tokens/s against concurrency; bars: 95 % interval",
+            lambda ax, look: _throughput(ax, look, cells),
+        ),
+        (
+            "Speedup over the plain server; a cross marks where it no longer pays",
+            lambda ax, look: _speedup(ax, look, cells),
+        ),
         ("Latency against throughput, one point per concurrency", lambda ax, look: _latency(ax, look, cells)),
         ("Share of steps in which draft i was accepted", lambda ax, look: _positions(ax, look, cells)),
         ("Time of one engine step by part, lowest concurrency", lambda ax, look: _steps(ax, look, cells)),
@@ -67,7 +75,11 @@ class _Look:
 
     def __call__(self, variant: str) -> dict[str, Any]:
         place = self._places.get(variant, 0)
-        return {"color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[place % len(_MARKERS)], "label": variant}
+        return {
+            "color": _COLOURS[place % len(_COLOURS)],
+            "marker": _MARKERS[place % len(_MARKERS)],
+            "label": variant,
+        }
 
     def colour(self, variant: str) -> str:
         return str(self(variant)["color"])
@@ -98,7 +110,9 @@ def _speedup(ax: Any, look: _Look, cells: Sequence[Cell]) -> bool:
         crossing = crossover(ladder)
         if crossing is not None and len(ladder) > 1 and crossing > min(ladder):
             ax.plot(crossing, 1.0, "x", color=look.colour(variant), markersize=11, markeredgewidth=2)
-            ax.annotate(f"{crossing:.1f}", (crossing, 1.0), xytext=(3, 6), textcoords="offset points", fontsize=8)
+            ax.annotate(
+                f"{crossing:.1f}", (crossing, 1.0), xytext=(3, 6), textcoords="offset points", fontsize=8
+            )
     ax.axhline(1.0, color="#000000", linewidth=1, linestyle="--")
     _concurrency_axis(ax, cells)
     ax.set_ylabel("speedup")
@@ -142,7 +156,14 @@ def _steps(ax: Any, look: _Look, cells: Sequence[Cell]) -> bool:
         assert cell.step_ms is not None
         draft = cell.draft_ms or 0.0
         ax.barh(row, cell.step_ms - draft, color=look.colour(cell.variant), alpha=0.55)
-        ax.barh(row, draft, left=cell.step_ms - draft, color=look.colour(cell.variant), hatch="//", edgecolor="#ffffff")
+        ax.barh(
+            row,
+            draft,
+            left=cell.step_ms - draft,
+            color=look.colour(cell.variant),
+            hatch="//",
+            edgecolor="#ffffff",
+        )
         text = f"{cell.step_ms:.1f} ms" + (f", drafter {draft:.1f}" if draft else "")
         ax.annotate(text, (cell.step_ms, row), xytext=(3, -3), textcoords="offset points", fontsize=8)
     ax.set_yticks(range(len(first)), [cell.variant for cell in first])

@@ -67,9 +67,9 @@ def collect(suite: Suite, suite_path: Path, data: dict[str, str]) -> Provenance:
             hashes |= _model_hash(variant.drafter, folder)
     hashes |= _model_hash(suite.server.model, folder)
     return Provenance(
-        commit=_commit(),
+        commit=commit(),
         command=command_line(),
-        versions=_versions(),
+        versions=versions(),
         machine=machine(),
         environment={
             k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "VLLM_DOMINO_ORT", "MKL_"))
@@ -109,7 +109,7 @@ def _model_hash(name: str, folder: Path) -> dict[str, str]:
     return {path.name: digest.hexdigest()}
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """HEAD of the source tree that this package runs from; None for an installed one."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
@@ -130,7 +130,7 @@ def _commit() -> str | None:
     return head + ("-dirty" if changed.strip() else "")
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found: dict[str, Any] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

@@ -41,9 +41,18 @@ SPEED: tuple[Column, ...] = (
     ("tokens/s", _tokens_per_s),
     ("speedup", _speedup),
     ("acceptance length", lambda c: _number(c.acceptance_length, 2)),
-    ("TTFT ms, median / p90 / p99", lambda c: f"{c.ttft_ms.median:.0f} / {c.ttft_ms.p90:.0f} / {c.ttft_ms.p99:.0f}"),
-    ("TPOT ms, median / p90 / p99", lambda c: f"{c.tpot_ms.median:.2f} / {c.tpot_ms.p90:.2f} / {c.tpot_ms.p99:.2f}"),
-    ("end to end ms, median / p90 / p99", lambda c: f"{c.e2e_ms.median:.0f} / {c.e2e_ms.p90:.0f} / {c.e2e_ms.p99:.0f}"),
+    (
+        "TTFT ms, median / p90 / p99",
+        lambda c: f"{c.ttft_ms.median:.0f} / {c.ttft_ms.p90:.0f} / {c.ttft_ms.p99:.0f}",
+    ),
+    (
+        "TPOT ms, median / p90 / p99",
+        lambda c: f"{c.tpot_ms.median:.2f} / {c.tpot_ms.p90:.2f} / {c.tpot_ms.p99:.2f}",
+    ),
+    (
+        "end to end ms, median / p90 / p99",
+        lambda c: f"{c.e2e_ms.median:.0f} / {c.e2e_ms.p90:.0f} / {c.e2e_ms.p99:.0f}",
+    ),
 )
 CHECKS: tuple[Column, ...] = (
     ("variant", lambda c: c.variant),
@@ -62,9 +71,9 @@ CHECKS: tuple[Column, ...] = (
     ("memory MB, now / peak", lambda c: f"{c.rss_bytes / 1e6:.0f} / {c.peak_rss_bytes / 1e6:.0f}"),
 )
 NOTES = (
-    "Acceptance length counts the bonus token and is pooled over all verified steps (vLLM's counters). Intervals are 95 % over "
-    "repeats, each on a server of its own. Drafter time is the plugin's own, so only drafters that it runs have one. "
-    "Memory is resident memory summed over the server's processes, shared pages counted in each."
+    "Acceptance length counts the bonus token and is pooled over all verified steps (vLLM's counters). Intervals are "
+    "95 % over repeats, each on a server of its own. Drafter time is the plugin's own, so only drafters that it runs "
+    "have one. Memory is resident memory summed over the server's processes, shared pages counted in each."
 )
 
 
@@ -82,15 +91,21 @@ def findings(cells: Sequence[Cell]) -> list[str]:
     for concurrency in sorted({cell.concurrency for cell in cells}):
         best = max((c for c in cells if c.concurrency == concurrency), key=lambda c: c.output_tokens_per_s)
         gain = "" if best.speedup is None else f", {best.speedup:.2f} × plain"
-        said.append(f"Concurrency {concurrency}: {best.variant} leads with {best.output_tokens_per_s:.1f} tokens/s{gain}.")
+        said.append(
+            f"Concurrency {concurrency}: {best.variant} leads with {best.output_tokens_per_s:.1f} tokens/s{gain}."
+        )
     lowest, highest = min(c.concurrency for c in cells), max(c.concurrency for c in cells)
     for variant, crossing in crossovers(cells).items():
         if crossing is None:
-            said.append(f"{variant} is ahead of plain serving at the top of this ladder (concurrency {highest}).")
+            said.append(
+                f"{variant} is ahead of plain serving at the top of this ladder (concurrency {highest})."
+            )
         elif crossing <= lowest:
             said.append(f"{variant} does not pay at any concurrency of this ladder.")
         else:
-            said.append(f"{variant} no longer pays from concurrency {crossing:.1f} on (interpolated between rungs).")
+            said.append(
+                f"{variant} no longer pays from concurrency {crossing:.1f} on (interpolated between rungs)."
+            )
     return said
 
 
@@ -114,7 +129,12 @@ def to_csv(result: BenchResult) -> str:
 
 def to_markdown(result: BenchResult, name: str) -> str:
     """Tables for a README or an issue."""
-    lines = [f"# {result.suite['name']}, {result.started_at[:10]}", "", f"From `{name}`. {_state(result)}", ""]
+    lines = [
+        f"# {result.suite['name']}, {result.started_at[:10]}",
+        "",
+        f"From `{name}`. {_state(result)}",
+        "",
+    ]
     for title, cells in groups(result):
         lines += [f"## {title}", "", *(f"- {finding}" for finding in findings(cells)), ""]
         for columns in (SPEED, CHECKS):
@@ -124,7 +144,10 @@ def to_markdown(result: BenchResult, name: str) -> str:
     lines += [NOTES, ""]
     if result.failures:
         lines += ["## Variants that failed", ""]
-        lines += [f"- {f.variant}, repeat {f.repeat + 1} ({f.phase}): {_first_line(f.message)}" for f in result.failures]
+        lines += [
+            f"- {f.variant}, repeat {f.repeat + 1} ({f.phase}): {_first_line(f.message)}"
+            for f in result.failures
+        ]
         lines.append("")
     lines += ["## Where it ran", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {value.replace('|', chr(92) + '|')} |" for key, value in facts(result)]
@@ -133,7 +156,9 @@ def to_markdown(result: BenchResult, name: str) -> str:
 
 def to_html(result: BenchResult, name: str) -> str:
     """One page: findings, plots, tables, provenance. Its policy forbids every request."""
-    body = [f"<h1>{escape(result.suite['name'])}</h1><p>From <code>{escape(name)}</code>. {escape(_state(result))}</p>"]
+    body = [
+        f"<h1>{escape(result.suite['name'])}</h1><p>From <code>{escape(name)}</code>. {escape(_state(result))}</p>"
+    ]
     for title, cells in groups(result):
         body.append(f"<section><h2>{escape(title)}</h2>")
         body.append("<ul>" + "".join(f"<li>{escape(finding)}</li>" for finding in findings(cells)) + "</ul>")
@@ -170,7 +195,10 @@ def facts(result: BenchResult) -> list[tuple[str, str]]:
         ("model", str(result.suite["server"]["model"])),
         ("vllm serve arguments", " ".join(result.suite["server"].get("args", ()))),
     ]
-    rows += [(f"start of {name}", f"{min(times):.0f}…{max(times):.0f} s") for name, times in result.ready_seconds.items()]
+    rows += [
+        (f"start of {name}", f"{min(times):.0f}…{max(times):.0f} s")
+        for name, times in result.ready_seconds.items()
+    ]
     rows += [(f"SHA-256 of {name}", digest[:16]) for name, digest in where.hashes.items()]
     rows += [(f"SHA-256 of prompts {name}", digest[:16]) for name, digest in where.data.items()]
     return rows
@@ -191,7 +219,9 @@ def _first_line(message: str) -> str:
 
 def _table(columns: Sequence[Column], cells: Sequence[Cell]) -> str:
     head = "".join(f"<th>{escape(title)}</th>" for title, _ in columns)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(text(cell))}</td>" for _, text in columns) + "</tr>" for cell in cells)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(text(cell))}</td>" for _, text in columns) + "</tr>" for cell in cells
+    )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 

@@ -61,7 +61,7 @@ class SuiteRun:
             result = BenchResult(
                 suite=suite.model_dump(mode="json", exclude_none=True),
                 fingerprint=_fingerprint(plan),
-                started_at=_now(),
+                started_at=now(),
                 provenance=collect(suite, plan.path, plan.digests),
             )
         return cls(plan, path, result, work / path.stem, repeats, say)
@@ -77,7 +77,7 @@ class SuiteRun:
                 self._measure(variant, repeat, missing)
                 self._save()
         self.result.finished = set(self.plan.servers) == set(self.result.variants)
-        self.result.finished_at = _now()
+        self.result.finished_at = now()
         self._save()
         return self.result
 
@@ -150,7 +150,7 @@ def _measure_cell(
     spare = prompts[-plan.suite.warmup :] if plan.suite.warmup else []
     warm_up(server, model, spare, load)
     before, plugin_before = server.metrics(), _plugin_metrics(plugin_port)
-    started, busy = _now(), os.getloadavg()[0]
+    started, busy = now(), os.getloadavg()[0]
     name = f"r{repeat}-{variant}-{data.label}-t{temperature:g}-c{concurrency}"
     out = run_client(server, model, load, suite_run.work, name)
     after = _settled(server, before, out["total_output_tokens"])
@@ -278,5 +278,5 @@ def _without_paths(message: str) -> str:
     return message.replace(f"{Path.cwd()}/", "").replace(str(Path.home()), "~")
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

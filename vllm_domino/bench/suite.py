@@ -110,6 +110,7 @@ class Suite(_Strict):
     """One benchmark.
 
     needs: what a machine must have, in words; shown before anything starts.
+    device: engine recipe's name, put in the place of `{device}` in variants; `--device` overrides it.
     concurrency: the ladder, ascending. temperature: one or several; greedy outputs are compared with the baseline's.
     repeats: fresh servers per variant; the order of variants rotates from one to the next.
     seed: of every request at temperature above 0. warmup: prompts sent before each cell, not counted.
@@ -117,6 +118,7 @@ class Suite(_Strict):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     needs: str = ""
+    device: str | None = None
     concurrency: tuple[int, ...] = Field(min_length=1)
     temperature: tuple[float, ...] = (0.0,)
     repeats: int = Field(default=3, ge=1)
@@ -162,12 +164,11 @@ class Suite(_Strict):
         return hashlib.sha256(self.model_dump_json(exclude={"repeats", "needs"}).encode()).hexdigest()
 
 
-def load_suite(path: str | Path) -> Suite:
-    """Read a suite; paths in it are taken from its own folder.
+def load_suite(path: str | Path, device: str | None = None) -> Suite:
+    """Read a suite; `device` takes the place of its own.
 
     Raises:
-        ValueError: no such file, not TOML, a key that is unknown, missing or has a value that cannot be, or a model,
-            drafter or engine folder that is not there.
+        ValueError: no such file, not TOML, or a key that is unknown, missing or has a value that cannot be.
     """
     path = Path(path)
     try:
@@ -182,12 +183,27 @@ def load_suite(path: str | Path) -> Suite:
     for key in ("temperature", "concurrency"):
         if isinstance(raw.get(key), int | float):
             raw[key] = [raw[key]]
+    if device is not None:
+        raw["device"] = device
+    if isinstance(raw.get("device"), str):
+        raw["variant"] = _filled(raw.get("variant"), raw["device"])
     try:
         return Suite.model_validate(raw)
     except ValidationError as error:
         raise ValueError(
             f"suite {path}: {'; '.join(_explain(problem) for problem in error.errors())}"
         ) from error
+
+
+def _filled(value: Any, device: str) -> Any:
+    """`{device}` replaced in every string of a piece of TOML."""
+    if isinstance(value, str):
+        return value.replace("{device}", device)
+    if isinstance(value, list):
+        return [_filled(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: _filled(item, device) for key, item in value.items()}
+    return value
 
 
 def resolve_path(value: str, folder: Path) -> str:
