@@ -142,6 +142,78 @@ def evaluate(
 
 
 @app.command()
+def replay(
+    target: Target,
+    draft: Annotated[str, typer.Option(help="Domino, DFlash or EAGLE-3 checkpoint.")],
+    answers: Annotated[Path, typer.Option("--data", help="Greedy answers of the target, from `train data`.")],
+    limit: int = 128,
+    num_drafts: Annotated[
+        int | None, typer.Option(help="Drafts per round; default: the whole block.")
+    ] = None,
+    without_head: bool = False,
+) -> None:
+    """Acceptance of greedy decoding from answers made before: the figures of `eval`, in seconds."""
+    from vllm_domino.train.data import read_samples
+    from vllm_domino.train.replay import replay_checkpoint
+
+    samples, _ = read_samples([answers], max_length=1 << 30, strict=True)
+    figures = replay_checkpoint(
+        target, draft, samples[:limit], num_drafts=num_drafts, without_head=without_head
+    )
+    typer.echo(json.dumps(figures))
+
+
+@app.command()
+def ablation(
+    target: Annotated[Path, typer.Option()],
+    training_data: Annotated[list[Path], typer.Option("--data", help="JSONL from `train data`; repeatable.")],
+    answers: Annotated[Path, typer.Option(help="Greedy answers to held-out questions, from `train data`.")],
+    out: Annotated[Path, typer.Option()],
+    steps: int = 1400,
+    seeds: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
+    jobs: Annotated[int, typer.Option(help="Runs side by side.")] = 1,
+    limit: int = 128,
+) -> None:
+    """The paper's ablation on the tiny pair: head, teacher forcing and curriculum, same data and steps."""
+    from vllm_domino.train.ablation import run_ablation
+    from vllm_domino.train.data import read_samples
+
+    samples, _ = read_samples([answers], max_length=1 << 30, strict=True)
+    table = run_ablation(
+        target,
+        training_data,
+        out,
+        samples[:limit],
+        steps=steps,
+        jobs=jobs,
+        seeds=[int(seed) for seed in seeds.split(",")],
+    )
+    (out / "ablation.json").write_text(json.dumps(table, indent=2) + "\n")
+    typer.echo(json.dumps(table))
+
+
+@app.command()
+def results(
+    target: Annotated[Path, typer.Option()],
+    runs: Annotated[Path, typer.Option(help="Directory with the runs domino, dflash and eagle3.")],
+    test: Annotated[Path, typer.Option(help="JSONL of held-out questions.")],
+    answers: Annotated[Path, typer.Option(help="The target's greedy answers to them, from `train data`.")],
+    out: Annotated[Path, typer.Option(help="JSON to write.")],
+    ablation_table: Annotated[
+        Path | None, typer.Option("--ablation", help="JSON from `train ablation`.")
+    ] = None,
+    command: Annotated[list[str] | None, typer.Option(help="A command to record; may be repeated.")] = None,
+) -> None:
+    """Measure the trained drafters and write them up with their provenance."""
+    from vllm_domino.train.results import tiny_results
+
+    found = {method: runs / method for method in ("domino", "dflash", "eagle3") if (runs / method).is_dir()}
+    figures = tiny_results(target, found, test, answers, ablation_table, command or [])
+    out.write_text(json.dumps(figures, indent=2) + "\n")
+    typer.echo(json.dumps(figures["acceptance_length"]))
+
+
+@app.command()
 def tiny(
     questions: Annotated[
         str, typer.Option("--data", help="GSM8K train JSONL, or a Hugging Face id.")

@@ -269,3 +269,23 @@ class EagleTask:
             },
             "dtype": "bfloat16",
         }
+
+
+def is_eagle3(source: str) -> bool:
+    """Whether a local checkpoint is an EAGLE-3 drafter, by its `config.json`."""
+    path = Path(source) / "config.json"
+    return path.exists() and "LlamaForCausalLMEagle3" in json.loads(path.read_text()).get("architectures", [])
+
+
+def read_eagle3(source: str, target_source: str) -> tuple[EagleDrafter, tuple[int, ...]]:
+    """A drafter that `EagleTask.write` wrote, in fp32, and the layer ids it reads (ours: the layer's output)."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    settings = json.loads((Path(source) / "config.json").read_text())
+    weights = {name: tensor.float() for name, tensor in load_file(Path(source) / "model.safetensors").items()}
+    layer_ids = tuple(layer - 1 for layer in settings["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    config = AutoConfig.from_pretrained(target_source)
+    drafter = EagleDrafter(config, weights["fc.weight"].shape[1], weights["lm_head.weight"])
+    drafter.load_state_dict(weights)
+    return drafter.eval(), layer_ids

@@ -4,6 +4,7 @@ server.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -104,6 +105,18 @@ def training_evaluation(target_source: str, path: Path, limit: int, max_new_toke
     return evaluate
 
 
+def read_drafter(source: str, without_head: bool = False) -> Drafter:
+    """A public checkpoint in fp32; `without_head` takes the Domino head off: what the backbone is worth alone."""
+    checkpoint = read_checkpoint(source)
+    if without_head:
+        kept = {
+            n: t for n, t in checkpoint.weights.items() if not n.startswith(("prefix_gru.", "embed_proj."))
+        }
+        bare = dataclasses.replace(checkpoint.config, emb_dim=0, gru_hidden_dim=0, pure_draft_prefix_len=0)
+        checkpoint = dataclasses.replace(checkpoint, config=bare, weights=kept)
+    return Drafter.from_checkpoint(checkpoint, dtype=torch.float32)
+
+
 def evaluate_checkpoint(
     target_source: str,
     draft_source: str,
@@ -113,37 +126,18 @@ def evaluate_checkpoint(
     temperature: float = 0.0,
     without_head: bool = False,
 ) -> dict:
-    """Acceptance of a public checkpoint on a Transformers target in fp32, on the CPU.
-
-    `without_head` drops the Domino head from the drafter: what its backbone is worth alone.
-    """
-    import dataclasses
-
+    """Acceptance of a public checkpoint on a Transformers target in fp32, on the CPU, by the reference loop."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target_source)
     target = AutoModelForCausalLM.from_pretrained(target_source, dtype=torch.float32).eval()
-    checkpoint = read_checkpoint(draft_source)
-    if without_head:
-        kept = {
-            n: t for n, t in checkpoint.weights.items() if not n.startswith(("prefix_gru.", "embed_proj."))
-        }
-        bare = dataclasses.replace(checkpoint.config, emb_dim=0, gru_hidden_dim=0, pure_draft_prefix_len=0)
-        checkpoint = dataclasses.replace(checkpoint, config=bare, weights=kept)
-    drafter = Drafter.from_checkpoint(checkpoint, dtype=torch.float32)
     stop = target.generation_config.eos_token_id
     figures = acceptance(
         target,
-        drafter,
+        read_drafter(draft_source, without_head),
         chat_prompts(tokenizer, questions),
         max_new_tokens=max_new_tokens,
         stop_ids=stop if isinstance(stop, list) else [stop],
         temperature=temperature,
     )
-    return figures | {
-        "target": target_source,
-        "draft": draft_source,
-        "fingerprint": checkpoint.fingerprint,
-        "temperature": temperature,
-        "without_head": without_head,
-    }
+    return figures | {"temperature": temperature, "without_head": without_head}

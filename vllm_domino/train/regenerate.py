@@ -86,7 +86,12 @@ def load_prompts(source: str, split: str, strict: bool) -> tuple[list[list[dict]
 
 
 def regenerate(
-    target: str, prompts: list[list[dict]], out: Path, options: Regeneration, tag: str = "r"
+    target: str,
+    prompts: list[list[dict]],
+    out: Path,
+    options: Regeneration,
+    tag: str = "r",
+    env: dict[str, str] | None = None,
 ) -> dict:
     """Answer all prompts into `out` (resumable); returns counts. Prompts that leave no room for an answer
     are left out.
@@ -136,7 +141,7 @@ def regenerate(
         "--engine-args",
         json.dumps(options.engine_args or {}),
     ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)
     if done.returncode:
         raise ValueError(
             f"regeneration ended with code {done.returncode}; what is answered is kept in {out}: "

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from vllm_domino.model.drafter import Drafter
 from vllm_domino.train.data import Sample
-from vllm_domino.train.eagle3 import EagleDrafter
-from vllm_domino.train.evaluate import summarize
+from vllm_domino.train.eagle3 import EagleDrafter, is_eagle3, read_eagle3
+from vllm_domino.train.evaluate import read_drafter, summarize
 from vllm_domino.train.target_features import FrozenTarget
+
+DEFAULT_EAGLE_DRAFTS = 5
 
 # (target, ids [1, T], anchors [A]) -> drafts [A, K]
 Drafts = Callable[[FrozenTarget, Tensor, Tensor], Tensor]
@@ -88,3 +90,28 @@ def eagle_drafts(drafter: EagleDrafter, num_drafts: int) -> Drafts:
         return torch.stack(chain, dim=1)[anchors - 1]
 
     return run
+
+
+def replay_checkpoint(
+    target_source: str,
+    draft_source: str,
+    answers: Sequence[Sample],
+    *,
+    num_drafts: int | None = None,
+    without_head: bool = False,
+) -> dict:
+    """Replay greedy answers of a target with a checkpoint of any kind, fp32 on the CPU.
+
+    `num_drafts` cuts what a block drafts, and is the length of EAGLE-3's chain (5 if not given).
+    """
+    device = torch.device("cpu")
+    if is_eagle3(draft_source):
+        count = num_drafts or DEFAULT_EAGLE_DRAFTS
+        eagle, layer_ids = read_eagle3(draft_source, target_source)
+        target = FrozenTarget(target_source, layer_ids, torch.float32, device)
+        return replay(target, eagle_drafts(eagle, count), answers, count, target.stop_ids)
+    drafter = read_drafter(draft_source, without_head=without_head)
+    target = FrozenTarget(target_source, drafter.config.target_layer_ids, torch.float32, device)
+    count = min(num_drafts or drafter.config.num_draft_tokens, drafter.config.num_draft_tokens)
+    whole = block_drafts(drafter)
+    return replay(target, lambda *inputs: whole(*inputs)[:, :count], answers, count, target.stop_ids)

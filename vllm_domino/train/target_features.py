@@ -23,6 +23,12 @@ class FrozenTarget:
         self.embedding: Tensor = self.model.get_input_embeddings().weight  # [V, H]
         self.lm_head: Tensor = self.model.get_output_embeddings().weight  # [V, H]
 
+    @property
+    def stop_ids(self) -> list[int]:
+        """Token ids that end an answer."""
+        stop = self.model.generation_config.eos_token_id
+        return stop if isinstance(stop, list) else [] if stop is None else [stop]
+
     @torch.inference_mode()
     def _hidden_states(self, token_ids: Tensor, autocast: bool) -> tuple[Tensor, Tensor]:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
