@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_weights, small_config, write_small_checkpoint
 from safetensors.torch import load_file, save_file
+from small_drafters import random_weights, small_config, write_small_checkpoint
 
 from vllm_domino.config.checkpoint import read_checkpoint, write_checkpoint
 from vllm_domino.config.draft import DraftConfig, is_domino
@@ -42,7 +42,9 @@ def test_sharded_checkpoint_is_read_through_its_index(tmp_path):
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     _assert_same_drafter(tmp_path, config, weights)
     next(tmp_path.glob("model-00002*")).unlink()
-    with pytest.raises(ValueError, match=r"weight file model-00002-of-\d+\.safetensors of the index is missing"):
+    with pytest.raises(
+        ValueError, match=r"weight file model-00002-of-\d+\.safetensors of the index is missing"
+    ):
         read_checkpoint(tmp_path)
 
 
@@ -71,7 +73,9 @@ def test_tensor_prefixes(tmp_path, prefix):
 
 
 def test_plain_dflash_has_no_head(tmp_path):
-    folder = write_small_checkpoint(tmp_path, emb_dim=0, gru_hidden_dim=0, shift_label=False, pure_draft_prefix_len=0)
+    folder = write_small_checkpoint(
+        tmp_path, emb_dim=0, gru_hidden_dim=0, shift_label=False, pure_draft_prefix_len=0
+    )
     read = read_checkpoint(folder)
     assert not read.config.has_head
     assert read.config.num_draft_tokens == 4  # block of 5, the anchor's slot predicts nothing
@@ -105,7 +109,11 @@ def test_speculators_format_with_reduced_vocabulary(tmp_path):
         "num_target_layers": 4,
         **{k: v for k, v in flat["dflash_config"].items() if k != "target_layer_ids"},
     }
-    extra = {"d2t": ids - torch.arange(10), "t2d": torch.zeros(97, dtype=torch.bool), "lm_head.weight": lm_head}
+    extra = {
+        "d2t": ids - torch.arange(10),
+        "t2d": torch.zeros(97, dtype=torch.bool),
+        "lm_head.weight": lm_head,
+    }
     read = read_checkpoint(_write(tmp_path, raw, weights | extra))
     assert read.config == config
     assert read.vocab_ids.tolist() == ids.tolist()

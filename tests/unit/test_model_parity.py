@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import random_weights, small_config
+from small_drafters import random_weights, small_config
 
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.model.drafter import Drafter, HeadOptions
 
 
-def _drafter(config: DraftConfig, options: HeadOptions | None = None) -> tuple[Drafter, dict[str, np.ndarray]]:
+def _drafter(
+    config: DraftConfig, options: HeadOptions | None = None
+) -> tuple[Drafter, dict[str, np.ndarray]]:
     weights = random_weights(config)
     drafter = Drafter(config, options)
     for name, parameter in drafter.public_parameters().items():
@@ -67,7 +69,10 @@ def _block(w, config, anchor, position, context, embedding):
         out = np.zeros_like(q)
         for head in range(heads):
             kv = head // (heads // kv_heads)
-            own = [_rotate(_rms(k[t, kv], w[a + "k_norm.weight"]), position + t, config.rope_theta) for t in range(len(k))]
+            own = [
+                _rotate(_rms(k[t, kv], w[a + "k_norm.weight"]), position + t, config.rope_theta)
+                for t in range(len(k))
+            ]
             keys = np.concatenate((context[:, i, 0, kv], np.stack(own)))
             values = np.concatenate((context[:, i, 1, kv], v[:, kv]))
             for t in range(len(q)):
@@ -119,9 +124,13 @@ def test_formulas_by_hand(shift_label, prefix):
         case = (torch.tensor([anchor]), torch.tensor([40]), got.unsqueeze(0), torch.tensor([length]))
         hidden = _block(w, config, anchor, 40, rows, embedding)
         np.testing.assert_allclose(
-            drafter.block_hidden(*case, tables[0])[0].numpy(), hidden if shift_label else hidden[1:], atol=5e-4
+            drafter.block_hidden(*case, tables[0])[0].numpy(),
+            hidden if shift_label else hidden[1:],
+            atol=5e-4,
         )
-        assert drafter.draft(*case, *tables)[0][0].tolist() == _drafts(w, config, hidden, anchor, embedding, lm_head)
+        assert drafter.draft(*case, *tables)[0][0].tolist() == _drafts(
+            w, config, hidden, anchor, embedding, lm_head
+        )
 
 
 def test_gru_cell_is_torch_gru():
