@@ -21,7 +21,10 @@ VARIANTS = {
     "shift": ({"block_size": 4}, {}),
     "no-shift": ({"block_size": 4, "shift_label": False, "pure_draft_prefix_len": 0, "num_hidden_layers": 1}, {}),
     "dflash": ({"block_size": 4, "num_key_value_heads": 4, **DFLASH}, {}),
-    "pool": ({"block_size": 4, "num_key_value_heads": 1, "pure_draft_prefix_len": 2}, {"candidate_pool": 9, "scores": True}),
+    "pool": (
+        {"block_size": 4, "num_key_value_heads": 1, "pure_draft_prefix_len": 2},
+        {"candidate_pool": 9, "scores": True},
+    ),
 }  # fmt: skip
 
 

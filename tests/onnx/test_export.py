@@ -113,7 +113,8 @@ from pathlib import Path
 from vllm_domino.config.checkpoint import read_checkpoint
 from vllm_domino.export.onnx_export import export_graphs
 from vllm_domino.model.drafter import HeadOptions
-export_graphs(read_checkpoint({str(checkpoint)!r}), HeadOptions(), torch.bfloat16, Path({str(tmp_path / "again")!r}), verify=False)
+out = Path({str(tmp_path / "again")!r})
+export_graphs(read_checkpoint({str(checkpoint)!r}), HeadOptions(), torch.bfloat16, out, verify=False)
 """
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONHASHSEED": "12345", "OMP_NUM_THREADS": "1"}

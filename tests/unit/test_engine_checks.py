@@ -38,7 +38,12 @@ def manifest(folder, **changes) -> EngineManifest:
         "fingerprint": "0" * 64,
         "draft": small_config().to_dict(),
         "target": TargetFacts(
-            source="owner/target", hidden_size=32, vocab_size=97, num_layers=4, layer_ids=(0, 2), tokenizer_sha256="a" * 64
+            source="owner/target",
+            hidden_size=32,
+            vocab_size=97,
+            num_layers=4,
+            layer_ids=(0, 2),
+            tokenizer_sha256="a" * 64,
         ),
         "backend": "onnxruntime",
         "backend_version": "1.32.0",
@@ -83,7 +88,9 @@ def test_a_whole_directory_is_read_back(engine):
 def test_missing_and_empty_directories(tmp_path):
     with pytest.raises(ValueError, match="no such directory; build it with `vllm-domino build"):
         load_engine_dir(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"no engine\.json in it \(found an empty directory\); build it with"):
+    with pytest.raises(
+        ValueError, match=r"no engine\.json in it \(found an empty directory\); build it with"
+    ):
         load_engine_dir(tmp_path)
 
 
@@ -95,7 +102,9 @@ def test_missing_truncated_and_changed_files(engine, name):
     with pytest.raises(ValueError, match=f"file {name} is missing.*{BUILD}"):
         load_engine_dir(engine)
     path.write_bytes(content[:-1])
-    with pytest.raises(ValueError, match=f"{len(content) - 1} bytes, the record says {len(content)}.*{BUILD}"):
+    with pytest.raises(
+        ValueError, match=f"{len(content) - 1} bytes, the record says {len(content)}.*{BUILD}"
+    ):
         load_engine_dir(engine)
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ValueError, match=f"{name}: SHA-256 .*: the file was changed.*{BUILD}"):
@@ -117,7 +126,9 @@ def test_unknown_manifest_versions_and_broken_manifests(engine):
     raw = json.loads(path.read_text())
     for version in (0, 2, None, "1"):
         path.write_text(json.dumps(raw | {"schema_version": version}))
-        with pytest.raises(ValueError, match=f"manifest version {version!r}, this version reads 1; .*{BUILD}"):
+        with pytest.raises(
+            ValueError, match=f"manifest version {version!r}, this version reads 1; .*{BUILD}"
+        ):
             load_engine_dir(engine)
     for text in ("", "{", "[]", path.read_text()[: len(raw) // 2]):
         path.write_text(text)
@@ -131,7 +142,7 @@ def test_unknown_manifest_versions_and_broken_manifests(engine):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 64}, "the target's hidden size is 64, this drafter is for 32 .*owner/target.*; serve that target"),
+        ({"hidden_size": 64}, "the target's hidden size is 64, this drafter is for 32 .*owner/target.*; serve"),
         ({"vocab_size": 98}, "the target's vocabulary is 98, this drafter is for 97"),
         ({"num_layers": 6}, "the target's number of layers is 6, this drafter is for 4"),
         ({"tokenizer_hash": "b" * 64}, "the target's tokenizer is bbbbbbbbbbbb…, this drafter is for aaaaaaaaaaaa…"),
@@ -160,14 +171,17 @@ def test_what_fits(engine, change):
 
 def test_layer_ids_out_of_range_of_a_shallower_target(tmp_path):
     folder = write_small_checkpoint(tmp_path / "c", num_target_layers=None, target_layer_ids=(0, 9))
-    with pytest.raises(ValueError, match=r"target_layer_ids \[0, 9\] are out of range, the target has 4 layers"):
+    with pytest.raises(
+        ValueError, match=r"target_layer_ids \[0, 9\] are out of range, the target has 4 layers"
+    ):
         check_fit(folder, FACTS)
     assert check_fit(folder, dataclasses.replace(FACTS, num_layers=11)).draft_window == 2048
 
 
 def test_plain_checkpoints_are_checked_by_the_same_rules(tmp_path):
     folder = write_small_checkpoint(tmp_path / "c", shift_label=False)
-    assert check_fit(folder, dataclasses.replace(FACTS, num_speculative_tokens=4, capability=(8, 9))).backend == "pytorch"
+    on_gpu = dataclasses.replace(FACTS, num_speculative_tokens=4, capability=(8, 9))
+    assert check_fit(folder, on_gpu).backend == "pytorch"
     with pytest.raises(ValueError, match="num_speculative_tokens is 5, this drafter drafts 1 to 4"):
         check_fit(folder, FACTS)
     with pytest.raises(ValueError, match="hidden size is 33"):
@@ -186,9 +200,13 @@ def test_a_gpu_engine_names_what_it_needs(engine):
         providers=(),
         engine_recipe="l40s",
     )
-    with pytest.raises(ValueError, match="built for bfloat16, the target is float16.*serve with --dtype bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"built for bfloat16, the target is float16.*serve with --dtype bfloat16"
+    ):
         check_fit(gpu, dataclasses.replace(FACTS, dtype="float16"))
-    with pytest.raises(ValueError, match=r"the longest context bucket is 256, .* up to 512 tokens .*engines/l40s\.toml"):
+    with pytest.raises(
+        ValueError, match=r"longest context bucket is 256, .* up to 512 tokens .*engines/l40s\.toml"
+    ):
         check_fit(gpu.model_copy(update={"draft_window": 2048}), FACTS)
 
 

@@ -48,22 +48,28 @@ def test_an_exception_leaves_the_old_directory(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
     (target / "old").write_text("old")
-    with pytest.raises(KeyError), staged_directory(target) as stage:
-        (stage / "new").write_text("new")
-        raise KeyError("x")
+
+    def fail():
+        with staged_directory(target) as stage:
+            (stage / "new").write_text("new")
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        fail()
     assert _names(target) == ["old"]
     assert _names(tmp_path) == ["out"]
 
 
 def test_disk_full_is_said_and_leaves_nothing(tmp_path):
-    with (
-        pytest.raises(ValueError, match=r"the disk is full .* nothing was written"),
-        staged_directory(tmp_path / "out"),
-    ):
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        except OSError as error:
-            raise RuntimeError("wrapped by a library") from error
+    def fill():
+        with staged_directory(tmp_path / "out"):
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            except OSError as error:
+                raise RuntimeError("wrapped by a library") from error
+
+    with pytest.raises(ValueError, match=r"the disk is full .* nothing was written"):
+        fill()
     assert _names(tmp_path) == []
 
 

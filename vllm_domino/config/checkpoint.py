@@ -131,7 +131,7 @@ def write_checkpoint(
     if len(shards) == 1:
         save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
     else:
-        where = {}
+        where: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             save_file(shard, folder / file, metadata={"format": "pt"})

@@ -87,12 +87,12 @@ def misfit(
     found: EngineManifest | PlainCheckpoint, facts: ServingFacts, where: str | None = None
 ) -> str | None:
     """The first thing that does not fit, in a user's words; None when everything does."""
-    where = where or getattr(found, "name", "drafter")
+    name = where or (found.name if isinstance(found, EngineManifest) else "drafter")
     try:
-        _check_target(where, found, facts)
-        _check_serving(where, found, facts)
+        _check_target(name, found, facts)
+        _check_serving(name, found, facts)
         if isinstance(found, EngineManifest):
-            _check_device(where, found, facts)
+            _check_device(name, found, facts)
     except ValueError as error:
         return str(error)
     return None

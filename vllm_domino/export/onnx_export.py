@@ -207,7 +207,7 @@ def check_contract(model: ir.Model, spec: GraphSpec, dtype: torch.dtype, limit: 
         found = [
             (v.name, tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()), v.dtype.name)
             for v in values
-        ]  # type: ignore[union-attr]
+        ]
         names = {FLOAT: onnx_types[dtype], "float32": "FLOAT", "int64": "INT64"}
         expected = [(t.name, t.shape, names[t.dtype]) for t in wanted]
         assert found == expected, f"{spec.name} graph: {kind}s {found}, the contract says {expected}"

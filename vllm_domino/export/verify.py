@@ -7,11 +7,11 @@ through a copy whose weights are cast up where they are read.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,6 +19,7 @@ import onnxruntime as ort
 import torch
 from torch import Tensor
 from torch.nn import functional as fn
+from torch.overrides import TorchFunctionMode
 
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.export.contract import GraphSpec, block_graph, context_graph
@@ -31,6 +32,8 @@ CONTEXT_TOLERANCE = 1e-4
 TIE_TOLERANCE = 1e-4  # of the spread of the logits; fp32 rounding of two orders of summation stays below
 _LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
+Case = tuple[Tensor, Tensor, Tensor, Tensor]  # anchors, positions, context K/V, lengths
+
 
 @dataclass(frozen=True, slots=True)
 class TargetTables:
@@ -38,15 +41,23 @@ class TargetTables:
 
     embedding: Tensor
     lm_head: Tensor
+    buffer: Tensor  # of both
 
     @classmethod
     def random(cls, config: DraftConfig, generator: torch.Generator) -> TargetTables:
+        size = config.vocab_size * config.hidden_size + config.hidden_size // 2
+        return cls._of(torch.empty(size).normal_(std=TABLE_STD, generator=generator), config)
+
+    @classmethod
+    def _of(cls, buffer: Tensor, config: DraftConfig) -> TargetTables:
         # one buffer for both saves gigabytes at real sizes; the shift by half a row makes a token's two rows
         # unrelated
         rows, size = config.vocab_size, config.hidden_size
-        buffer = torch.empty(rows * size + size // 2).normal_(std=TABLE_STD, generator=generator)
         embedding, lm_head = buffer[: rows * size].view(rows, size), buffer[size // 2 :].view(rows, size)
-        return cls(embedding, lm_head[: config.head_vocab_size])
+        return cls(embedding, lm_head[: config.head_vocab_size], buffer)
+
+    def to(self, dtype: torch.dtype, config: DraftConfig) -> TargetTables:
+        return self if dtype == self.buffer.dtype else self._of(self.buffer.to(dtype), config)
 
 
 def verify_graphs(
@@ -63,19 +74,22 @@ def verify_graphs(
     generator = torch.Generator().manual_seed(seed)
     tables = TargetTables.random(drafter.config, generator)
     with torch.inference_mode():
-        reference = drafter if _dtype(drafter) == torch.float32 else copy.deepcopy(drafter).float()
         progress("checking the context graph")
-        error = _check_context(reference, folder, generator)
-        progress(f"checking the block graph (batch {batches}, context {contexts})")
+        error = _check_context(drafter, folder, generator)
+        progress(f"drafting in PyTorch (batch {batches}, context {contexts})")
+        cases = list(_cases(drafter.config, batches, contexts, generator))
+        with FullPrecision():
+            references = [drafter.draft(*case, tables.embedding, tables.lm_head)[0] for case in cases]
+        agreeing = _agreement(drafter, cases, references, tables)
+        progress("checking the block graph")
         graph = CpuGraph(folder / "block.onnx", block_graph(drafter.config, drafter.options))
-        drafts = equal = ties = agreeing = 0
-        for case in _cases(drafter.config, batches, contexts, generator):
-            expected = reference.draft(*case, tables.embedding, tables.lm_head)[0]
+        drafts = equal = ties = 0
+        for case, expected in zip(cases, references, strict=True):
             found = graph.run(*case, tables.embedding, tables.lm_head)[0]
             drafts += expected.numel()
             equal += int((found == expected).sum())
-            ties += _ties(reference, case, expected, found, tables)
-            agreeing += _agreement(drafter, case, expected, tables)
+            with FullPrecision():
+                ties += _ties(drafter, case, expected, found, tables)
     return Verification(
         batch_sizes=batches,
         context_lengths=contexts,
@@ -87,6 +101,26 @@ def verify_graphs(
     )
 
 
+class FullPrecision(TorchFunctionMode):
+    """Arithmetic in fp32 over low-precision weights.
+
+    A weight is raised where it meets an fp32 tensor, so a large drafter never lies in memory a second time.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if any(t.dtype == torch.float32 for t in tensors):
+            args = tuple(_raised(a) for a in args)
+            kwargs = {name: _raised(a) for name, a in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _raised(value: Any) -> Any:
+    is_low = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_low else value
+
+
 class CpuGraph:
     """A graph file on ONNX Runtime's CPU provider, low-precision weights cast up to fp32."""
 
@@ -95,6 +129,7 @@ class CpuGraph:
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
+        options.enable_cpu_mem_arena = False  # raised weights are given back after use
         self.spec = spec
         raised = path.with_name(f"{path.stem}.fp32-check.onnx")
         is_low = _cast_up(path, raised)
@@ -115,7 +150,7 @@ class CpuGraph:
 
 def _cases(
     config: DraftConfig, batches: tuple[int, ...], contexts: tuple[int, ...], generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Iterator[Case]:
     """Anchors, positions, context K/V and lengths: full, partly filled and empty contexts, near and far."""
     for batch in batches:
         for context in contexts:
@@ -139,7 +174,8 @@ def _check_context(reference: Drafter, folder: Path, generator: torch.Generator)
     for rows in (1, 7, 64):
         features = torch.randn(rows, config.feature_size, generator=generator)
         positions = torch.randint(config.max_position_embeddings, (rows,), generator=generator)
-        expected = reference.context_kv(features, positions)
+        with FullPrecision():
+            expected = reference.context_kv(features, positions)
         found = graph.run(features, positions)[0]
         worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
     if not worst <= CONTEXT_TOLERANCE:
@@ -151,9 +187,7 @@ def _check_context(reference: Drafter, folder: Path, generator: torch.Generator)
     return worst
 
 
-def _ties(
-    reference: Drafter, case: tuple[Tensor, ...], expected: Tensor, found: Tensor, tables: TargetTables
-) -> int:
+def _ties(reference: Drafter, case: Case, expected: Tensor, found: Tensor, tables: TargetTables) -> int:
     """Drafts that differ after a tie of the reference's logits.
 
     Raises:
@@ -163,7 +197,8 @@ def _ties(
     for row in torch.nonzero((expected != found).any(1)).flatten().tolist():
         different = expected[row] != found[row]
         index = int(different.nonzero()[0])
-        one = tuple(tensor[row : row + 1] for tensor in case)
+        anchors, positions, context, lengths = (tensor[row : row + 1] for tensor in case)
+        one = anchors, positions, context, lengths
         logits = draft_logits(reference, one, expected[row : row + 1], tables)[0, index]
         values, spread = logits, float(logits.std())
         if reference.vocab_ids is not None:
@@ -182,7 +217,7 @@ def _ties(
     return total
 
 
-def draft_logits(drafter: Drafter, case: tuple[Tensor, ...], drafts: Tensor, tables: TargetTables) -> Tensor:
+def draft_logits(drafter: Drafter, case: Case, drafts: Tensor, tables: TargetTables) -> Tensor:
     """Logits [B, K, V_head] that each draft was chosen from, given the drafts [B, K] before it."""
     anchors = case[0]
     hidden = drafter.block_hidden(*case, tables.embedding)
@@ -195,14 +230,17 @@ def draft_logits(drafter: Drafter, case: tuple[Tensor, ...], drafts: Tensor, tab
     return logits + correction
 
 
-def _agreement(drafter: Drafter, case: tuple[Tensor, ...], expected: Tensor, tables: TargetTables) -> int:
+def _agreement(drafter: Drafter, cases: list[Case], references: list[Tensor], tables: TargetTables) -> int:
+    """Drafts that stay the same in the drafter's own dtype."""
     dtype = _dtype(drafter)
     if dtype == torch.float32:
-        return expected.numel()
-    low = drafter.draft(
-        *case[:2], case[2].to(dtype), case[3], tables.embedding.to(dtype), tables.lm_head.to(dtype)
-    )
-    return int((low[0] == expected).sum())
+        return sum(expected.numel() for expected in references)
+    low = tables.to(dtype, drafter.config)
+    total = 0
+    for case, expected in zip(cases, references, strict=True):
+        found = drafter.draft(*case[:2], case[2].to(dtype), case[3], low.embedding, low.lm_head)[0]
+        total += int((found == expected).sum())
+    return total
 
 
 def _cast_up(path: Path, raised: Path) -> bool:
@@ -214,12 +252,11 @@ def _cast_up(path: Path, raised: Path) -> bool:
         return False
     for value in low:
         if value.name in graph.initializers:
-            users = list(value.uses())
-            cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
-            cast.outputs[0].name = f"{value.name}_fp32"
-            for node, index in users:
+            for number, (node, index) in enumerate(list(value.uses())):
+                cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+                cast.outputs[0].name = f"{value.name}_fp32_{number}"
                 node.replace_input_with(index, cast.outputs[0])
-            graph.insert_before(graph[0], cast)
+                graph.insert_before(node, cast)
         else:
             value.dtype = ir.DataType.FLOAT
     for node in graph.all_nodes():

@@ -16,8 +16,9 @@ from vllm_domino.config.draft import DraftConfig
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines [..., D] (fp32) of rotary embedding at absolute `positions` [...] (int64)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.to(torch.float32).unsqueeze(-1) * theta**-exponents
+    # double: torch's and an exporter's fp32 powers differ in the last bit, which at position 40,000 turns by 1e-3
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+    angles = positions.to(torch.float32).unsqueeze(-1) * (theta**-exponents).to(torch.float32)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
