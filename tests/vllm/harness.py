@@ -1,0 +1,394 @@
+"""vLLM inside the test process, the Transformers reference beside it, and what is compared between them.
+
+Importing this module sets the environment, so it must come before the first import of vLLM. Which of vLLM's model
+runners is tested is decided by the process: V2 under `TRITON_INTERPRET=1`, else V1 (see `make vllm-v1`, `vllm-v2`).
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+V2 = os.environ.get("TRITON_INTERPRET") == "1"
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1" if V2 else "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: tests reach its session and its counters
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+os.environ.update(ENVIRONMENT)
+
+import torch  # noqa: E402
+
+import vllm_domino  # noqa: E402
+from vllm_domino.assets_path import GSM8K_QUESTIONS, TINY  # noqa: E402
+from vllm_domino.config.checkpoint import read_checkpoint  # noqa: E402
+from vllm_domino.config.recipes import EngineRecipe, ExportRecipe  # noqa: E402
+from vllm_domino.model.decode import DecodeResult, speculative_decode, target_features  # noqa: E402
+from vllm_domino.model.drafter import Drafter  # noqa: E402
+
+PAIR_VARIABLE = "VLLM_DOMINO_TEST_PAIR"  # another folder with target/, domino/ and dflash/
+PAIR = Path(os.environ.get(PAIR_VARIABLE, TINY))
+TARGET, DOMINO, DFLASH = PAIR / "target", PAIR / "domino", PAIR / "dflash"
+MAX_LEN = 512
+BLOCK = 15  # draft tokens per step, where a test does not say otherwise
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": MAX_LEN,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 1024,
+    "kv_cache_memory_bytes": 256 << 20,
+    "enforce_eager": True,
+    "disable_log_stats": False,
+    "distributed_executor_backend": "uni",
+    "seed": 0,
+}
+_request_ids = itertools.count()
+
+
+def build_test_engine(folder: Path) -> Path:
+    """The tiny drafter's CPU engine, built once per state of the code that makes it."""
+    from vllm_domino.engine.build import build_engine
+    from vllm_domino.engine.check import load_engine_dir
+
+    digest = hashlib.sha256(read_checkpoint(DOMINO).fingerprint.encode())
+    package = Path(vllm_domino.__file__).parent
+    for part in ("config", "engine", "export", "model"):
+        for source in sorted((package / part).glob("*.py")):
+            digest.update(source.read_bytes())
+    digest.update((TARGET / "config.json").read_bytes())
+    root = folder / digest.hexdigest()[:16]
+    engine = root / "tiny-cpu"
+    try:
+        load_engine_dir(engine)
+    except ValueError:
+        export = ExportRecipe(name="tiny", checkpoint=str(DOMINO), target=str(TARGET), verify_context=256)
+        device = EngineRecipe(
+            name="cpu", backend="onnxruntime", dtype="float32", providers=("CPUExecutionProvider",)
+        )
+        build_engine(export, device, engine, export_root=root / "export")
+    return engine
+
+
+def speculative(model: Path | str, tokens: int = BLOCK) -> dict[str, Any]:
+    """What a user writes into `--speculative-config`."""
+    return {"method": "dflash", "model": str(model), "num_speculative_tokens": tokens}
+
+
+@contextmanager
+def open_llm(
+    spec: dict[str, Any] | None = None, *, target: Path = TARGET, trace: Path | None = None, **options: Any
+) -> Iterator[Any]:
+    """vLLM's offline engine in this process, stopped and freed at the end."""
+    from vllm import LLM
+
+    os.environ.pop("VLLM_DOMINO_TRACE", None)
+    if trace is not None:
+        os.environ["VLLM_DOMINO_TRACE"] = str(trace)
+    llm = None
+    try:
+        llm = LLM(str(target), speculative_config=spec, **(OPTIONS | options))
+        yield llm
+    finally:
+        os.environ.pop("VLLM_DOMINO_TRACE", None)
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+        gc.collect()
+
+
+def generate(
+    llm: Any, prompts: Sequence[Sequence[int]], params: Any, *, concurrency: int | None = None
+) -> list[Any]:
+    """One `RequestOutput` per prompt, in order, with at most `concurrency` requests in the engine at any time.
+
+    params: for all prompts, or a list with one for each.
+    """
+    engine = llm.llm_engine
+    each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+    waiting = list(zip(range(len(prompts)), prompts, each, strict=True))[::-1]
+    index_of: dict[str, int] = {}
+    done: dict[int, Any] = {}
+    while len(done) < len(prompts):
+        while waiting and (concurrency is None or len(index_of) < concurrency):
+            index, prompt, wanted = waiting.pop()
+            name = f"test-{next(_request_ids)}"
+            index_of[name] = index
+            engine.add_request(name, {"prompt_token_ids": list(prompt)}, wanted)
+        for output in engine.step():
+            if output.finished:
+                done[index_of.pop(output.request_id)] = output
+    return [done[i] for i in range(len(prompts))]
+
+
+def tokens(outputs: Sequence[Any]) -> list[list[int]]:
+    """The token ids of every output's first sequence."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """vLLM's own counters, as /metrics shows them."""
+
+    drafts: float
+    accepted: float
+    preemptions: float
+    cached_tokens: float
+    failures: float
+
+    @classmethod
+    def of(cls, llm: Any) -> Counters:
+        from vllm_domino.plugin.metrics import DRAFT_FAILURES
+
+        found: dict[str, float] = defaultdict(float)
+        for metric in llm.get_metrics():
+            found[metric.name] += getattr(metric, "value", 0)
+        return cls(
+            found["vllm:spec_decode_num_drafts"],
+            found["vllm:spec_decode_num_accepted_tokens"],
+            found["vllm:num_preemptions"],
+            found["vllm:prefix_cache_hits"],
+            DRAFT_FAILURES._value.get(),
+        )
+
+    def since(self, before: Counters) -> Counters:
+        return Counters(*(getattr(self, f) - getattr(before, f) for f in self.__dataclass_fields__))
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per verification, the bonus token included."""
+        return 1 + self.accepted / self.drafts
+
+
+def runner_of(llm: Any) -> Any:
+    """vLLM's model runner behind an in-process LLM."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def proposer_of(llm: Any) -> Any:
+    """The object that drafts: V1 calls it the drafter, V2 the speculator."""
+    runner = runner_of(llm)
+    return runner.speculator if V2 else runner.drafter
+
+
+class Trace:
+    """The drafts that the plugin recorded since the last `take`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def take(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """(position, anchor, drafts) of every request in every step; empties the record."""
+        entries = []
+        for line in self.path.read_text().splitlines():
+            step = json.loads(line)
+            drafts = map(tuple, step["drafts"])
+            entries += zip(step["positions"], step["anchors"], drafts, strict=True)
+        os.truncate(self.path, 0)
+        return entries
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The pair in Transformers and plain PyTorch, batch 1, sharing nothing with vLLM."""
+
+    target: Any
+    drafter: Drafter
+
+    @classmethod
+    def load(cls) -> Reference:
+        from transformers import AutoModelForCausalLM
+
+        target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+        return cls(target, Drafter.from_checkpoint(read_checkpoint(DOMINO), dtype=torch.float32).eval())
+
+    def decode(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> ReferenceRun:
+        """Greedy, `num_tokens` and then some: enough that no round that starts before them is cut short."""
+        extra = self.drafter.config.num_draft_tokens + 1
+        options = {"num_draft_tokens": BLOCK} | options
+        result = speculative_decode(
+            self.target, self.drafter, prompt, max_new_tokens=num_tokens + extra, **options
+        )
+        return ReferenceRun(list(prompt), num_tokens, result)
+
+    @torch.inference_mode()
+    def drafts(
+        self, ids: Sequence[int], positions: Sequence[int], *, chunk: int = 16, noise: float = 0.0
+    ) -> torch.Tensor:
+        """Drafts [P, K] of anchors `ids[p]` whose context is everything before p, from one pass over `ids`.
+
+        noise: relative disturbance of the context rows, another one for every position.
+        """
+        row = torch.tensor([ids])
+        hidden = self.target(input_ids=row, output_hidden_states=True).hidden_states
+        features = target_features(hidden, self.drafter.config.target_layer_ids)
+        context = self.drafter.context_kv(features, torch.arange(len(ids)))
+        embedding = self.target.get_input_embeddings().weight
+        lm_head = self.target.get_output_embeddings().weight
+        found = []
+        for start in range(0, len(positions), chunk):
+            at = torch.tensor(positions[start : start + chunk])
+            rows = context[: int(at.max())].unsqueeze(0).expand(len(at), -1, *context.shape[1:])
+            if noise:
+                rows = rows * (
+                    1 + noise * torch.randn(rows.shape, generator=torch.Generator().manual_seed(start))
+                )
+            found.append(self.drafter.draft(row[0, at], at, rows, at, embedding, lm_head)[0])
+        return torch.cat(found)
+
+    @torch.inference_mode()
+    def probabilities(self, ids: Sequence[int]) -> torch.Tensor:
+        """The target's distribution [V] of the token after `ids`, in fp64 from fp32 logits."""
+        return torch.softmax(self.target(torch.tensor([ids])).logits[0, -1].double(), -1)
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """One generation of the reference loop, cut at `num_tokens` as vLLM cuts it."""
+
+    prompt: list[int]
+    num_tokens: int
+    result: DecodeResult
+
+    @property
+    def output(self) -> list[int]:
+        return self.result.token_ids[: self.num_tokens]
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and all that was generated, the surplus included."""
+        return self.prompt + self.result.token_ids
+
+    @cached_property
+    def rounds(self) -> list[tuple[int, int]]:
+        """(position of the anchor, accepted drafts) of the rounds that vLLM runs: those before the last token."""
+        found, length = [], 1
+        for accepted in self.result.accepted:
+            if length >= self.num_tokens:
+                break
+            found.append((len(self.prompt) + length - 1, accepted))
+            length += accepted + 1
+        return found
+
+
+def mean_acceptance(runs: Sequence[ReferenceRun]) -> float:
+    """Over all rounds of all runs, as vLLM's counters take it."""
+    accepted = [accepted for run in runs for _, accepted in run.rounds]
+    return 1 + sum(accepted) / len(accepted)
+
+
+def check_drafts(
+    entries: Sequence[tuple[int, int, tuple[int, ...]]], reference: Reference, runs: Sequence[Any]
+) -> int:
+    """Assert that every recorded draft is the reference's for that token of that text; returns how many there were.
+
+    An entry names no request, so it must be what the reference drafts at that position of one of the texts that have
+    that token there. Two logits may be equal within the rounding of fp32, which depends on the shape of a batch; the
+    few drafts that differ (1 in 200 at most) must be what the reference drafts when its context is disturbed by that
+    much.
+    """
+    texts: dict[tuple[int, int], list[int]] = defaultdict(list)
+    expected: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
+    wanted = {(position, anchor) for position, anchor, _ in entries}
+    for number, run in enumerate(runs):
+        at = [p for p, token in enumerate(run.ids) if p > 0 and (p, token) in wanted]
+        for position, drafts in zip(at, reference.drafts(run.ids, at).tolist() if at else [], strict=True):
+            expected[position, run.ids[position]].append(tuple(drafts))
+            texts[position, run.ids[position]].append(number)
+    wrong = [
+        (position, anchor, drafts)
+        for position, anchor, drafts in entries
+        if not any(known[: len(drafts)] == drafts for known in expected[position, anchor])
+    ]
+    for position, anchor, drafts in sorted(set(wrong)):
+        near = [
+            tuple(row[: len(drafts)])
+            for number in texts[position, anchor]
+            for row in reference.drafts(runs[number].ids, [position] * 64, noise=1e-5).tolist()
+        ]
+        assert drafts in near, (
+            f"drafts of token {anchor} at {position}: {drafts}, not {expected[position, anchor]}"
+        )
+    assert len(wrong) <= len(entries) // 200, f"{len(wrong)} of {len(entries)} drafts differ by rounding"
+    return len(entries)
+
+
+@contextmanager
+def capture_log(name: str = "vllm.domino") -> Iterator[list[logging.LogRecord]]:
+    """Records of one logger; vLLM's do not reach the root logger, so pytest's own capture does not see them."""
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    keep = Keep()
+    logger = logging.getLogger(name)
+    logger.addHandler(keep)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(keep)
+
+
+def chi_square_p(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """p-value of Pearson's test; cells that expect fewer than 10 are pooled into one."""
+    total = counts.sum()
+    expected = probabilities * total
+    small = expected < 10
+    seen = torch.cat((counts[~small].double(), counts[small].sum().double().view(1)))
+    wanted = torch.cat((expected[~small], expected[small].sum().view(1)))
+    if wanted[-1] < 1e-9:
+        assert seen[-1] == 0, "a token of probability zero was drawn"
+        seen, wanted = seen[:-1], wanted[:-1]
+    if len(seen) < 2:
+        return 1.0
+    statistic = ((seen - wanted) ** 2 / wanted).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2).double(), statistic / 2))
+
+
+def questions() -> list[str]:
+    """32 questions of GSM8K's test split: the 16 that the package ships and the 16 after them (MIT licence, see
+    vllm_domino/assets/gsm8k)."""
+    files = (GSM8K_QUESTIONS, Path(__file__).with_name("questions.jsonl"))
+    return [json.loads(line)["question"] for file in files for line in file.read_text().splitlines()]
+
+
+def chat_prompts(tokenizer: Any) -> list[list[int]]:
+    """Every question as the chat that the pair was trained on."""
+    chats = [[{"role": "user", "content": question}] for question in questions()]
+    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+# Around the sizes where something changes: pages (128 on a CPU), a block, and the limit, where the last drafts reach
+# past it.
+EDGE_LENGTHS = (1, 2, 3, 14, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+END_LENGTHS = (MAX_LEN - 33, MAX_LEN - 17, MAX_LEN - 16, MAX_LEN - 15, MAX_LEN - 3, MAX_LEN - 2, MAX_LEN - 1)
+
+
+def sized_prompts(chats: Sequence[Sequence[int]], count: int = 64) -> list[list[int]]:
+    """Prompts from 1 token to one below the limit (vLLM wants room for a token): cuts of the chats laid end to end,
+    and whole chats for the rest."""
+    text = [token for chat in chats for token in chat]
+    lengths = EDGE_LENGTHS + END_LENGTHS
+    cuts = [text[53 * i : 53 * i + length] for i, length in enumerate(lengths)]
+    assert [len(cut) for cut in cuts] == list(lengths)
+    cuts += [list(chat) for chat in chats]
+    cuts += [text[29 * i : 29 * i + 20 * i] for i in range(1, count)]
+    return cuts[:count]
