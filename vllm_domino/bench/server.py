@@ -31,6 +31,7 @@ from vllm_domino.bench.vllm_command import find_vllm
 READY_SECONDS = 600.0
 STOP_SECONDS = 15.0
 TAIL_LINES = 40
+TAIL_COLUMNS = 300
 # Quiet and offline: a benchmark neither reports usage nor looks for newer files of a model it was handed.
 SERVER_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -175,9 +176,12 @@ class VllmServer:
             time.sleep(0.05)
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of the log."""
+        """The last lines of the log, each cut where vLLM prints its whole configuration."""
         with contextlib.suppress(OSError):
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+            last = self.log.read_text(errors="replace").splitlines()[-lines:]
+            return "\n".join(
+                line if len(line) <= TAIL_COLUMNS else f"{line[:TAIL_COLUMNS]}…" for line in last
+            )
         return ""
 
     def _log_tail(self) -> str:
