@@ -37,6 +37,7 @@ def test_markdown_names_leader_crossover_and_failure(result):
     assert re.search(r"domino-engine no longer pays from concurrency 1\d\.\d on", text)
     assert "eagle3, repeat 1 (start): RuntimeError: <no> such kernel" in text
     assert "c0ffee" in text
+    assert "over the plain server's 100 MB, in MB: dflash +0, domino-engine +0." in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith(("| none", "| variant"))}
     assert len(widths) == 2  # the two tables
 

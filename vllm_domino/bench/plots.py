@@ -142,6 +142,7 @@ def _positions(ax: Any, look: _Look, cells: Sequence[Cell]) -> bool:
         style = look(cell.variant)
         style["label"] = f"{cell.variant} ({cell.acceptance_length:.2f})"
         ax.plot(range(1, len(cell.per_position) + 1), cell.per_position, **style)
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("draft position i")
     ax.set_ylabel("accepted")
     ax.set_ylim(0, 1)
@@ -168,7 +169,7 @@ def _steps(ax: Any, look: _Look, cells: Sequence[Cell]) -> bool:
         ax.annotate(text, (cell.step_ms, row), xytext=(3, -3), textcoords="offset points", fontsize=8)
     ax.set_yticks(range(len(first)), [cell.variant for cell in first])
     ax.invert_yaxis()
-    ax.set_xlabel("ms: target and server (plain), our drafter (hatched)")
+    ax.set_xlabel("ms (hatched: our drafter)")
     if first:
         ax.set_xlim(right=1.45 * max(cell.step_ms or 0 for cell in first))
     return bool(first)

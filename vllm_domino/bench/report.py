@@ -106,7 +106,18 @@ def findings(cells: Sequence[Cell]) -> list[str]:
             said.append(
                 f"{variant} no longer pays from concurrency {crossing:.1f} on (interpolated between rungs)."
             )
-    return said
+    return said + memory_findings(cells)
+
+
+def memory_findings(cells: Sequence[Cell]) -> list[str]:
+    """How much more the server of each variant holds than the plain one, at the highest common concurrency."""
+    highest = max(c.concurrency for c in cells)
+    held = {c.variant: c.rss_bytes for c in cells if c.concurrency == highest}
+    plain = held.pop(BASELINE, None)
+    if plain is None or not held or not plain:
+        return []
+    more = ", ".join(f"{variant} {(rss - plain) / 1e6:+.0f}" for variant, rss in held.items())
+    return [f"Resident memory over the plain server's {plain / 1e6:.0f} MB, in MB: {more}."]
 
 
 def to_csv(result: BenchResult) -> str:
