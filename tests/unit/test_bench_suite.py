@@ -182,3 +182,24 @@ def test_the_committed_questions_are_whole():
     assert tomllib.loads((SUITES / "tiny-cpu.toml").read_text())["data"][0]["source"].endswith(
         "gsm8k-80.jsonl"
     )
+
+
+def test_an_engine_of_other_weights_is_stale(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from small_drafters import write_small_checkpoint
+
+    from vllm_domino.bench import preflight
+    from vllm_domino.config.checkpoint import read_checkpoint
+    from vllm_domino.engine import manifest
+
+    write_small_checkpoint(tmp_path / "checkpoint")
+    (tmp_path / "a.toml").write_text('checkpoint = "checkpoint"\n')
+    variant = load_suite(write(tmp_path, SMALL)).variant[1]
+    recorded = SimpleNamespace(fingerprint=read_checkpoint(tmp_path / "checkpoint").fingerprint)
+    monkeypatch.setattr(manifest, "read_manifest", lambda _: recorded)
+    assert not preflight._stale(variant, tmp_path / "engine", tmp_path)
+    write_small_checkpoint(tmp_path / "checkpoint", seed=1)
+    assert preflight._stale(variant, tmp_path / "engine", tmp_path)
+    (tmp_path / "a.toml").unlink()
+    assert not preflight._stale(variant, tmp_path / "engine", tmp_path)

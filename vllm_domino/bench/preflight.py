@@ -115,7 +115,7 @@ def _build_missing(variant: VariantSettings, folder: Path, say: Progress) -> Non
     if variant.build is None or variant.drafter is None:
         return
     out = Path(resolve_path(variant.drafter, folder))
-    if (out / "engine.json").is_file():
+    if (out / "engine.json").is_file() and not _stale(variant, out, folder):
         return
     from vllm_domino.config.recipes import load_engine_recipe, load_export_recipe
     from vllm_domino.engine.build import build_engine
@@ -123,6 +123,22 @@ def _build_missing(variant: VariantSettings, folder: Path, say: Progress) -> Non
     export, device = (folder / recipe for recipe in variant.build)
     say(f"building {_local(str(out))}")
     build_engine(load_export_recipe(export), load_engine_recipe(device), out, progress=say)
+
+
+def _stale(variant: VariantSettings, engine: Path, folder: Path) -> bool:
+    """Whether the engine's checkpoint, if it is a folder here, has other weights than the engine was built from."""
+    from vllm_domino.config.checkpoint import read_checkpoint
+    from vllm_domino.config.recipes import load_export_recipe
+    from vllm_domino.engine.manifest import read_manifest
+
+    assert variant.build is not None
+    recipe = folder / variant.build[0]
+    if not recipe.is_file():
+        return False  # an engine copied here without its recipe
+    checkpoint = Path(load_export_recipe(recipe).checkpoint)
+    return (
+        checkpoint.is_dir() and read_checkpoint(checkpoint).fingerprint != read_manifest(engine).fingerprint
+    )
 
 
 def _check_drafter(suite: Suite, path: Path, variant: VariantSettings, model: str) -> None:
@@ -139,6 +155,10 @@ def _check_drafter(suite: Suite, path: Path, variant: VariantSettings, model: st
         from vllm_domino.engine.check import load_engine_dir, misfit
 
         manifest = load_engine_dir(found)
+        if variant.build is not None and _stale(variant, found, path.parent):
+            raise ValueError(
+                f"{where}: {variant.drafter} was built from other weights than its export recipe names now; {mend}"
+            )
         problem = misfit(manifest, _facts(suite, variant, model), where=_local(str(found)))
         if problem:
             raise ValueError(f"{where}: {problem}")

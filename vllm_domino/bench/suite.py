@@ -234,9 +234,12 @@ def _explain(problem: Any) -> str:
     parts = [part for part in problem["loc"] if part not in ("int", "tuple[int, ...]")]
     location = ".".join(str(part) for part in parts)
     if problem["type"] == "extra_forbidden":
-        model = {"server": ServerSettings, "data": DataSettings, "variant": VariantSettings}.get(
-            str(parts[0]), Suite
-        )
+        tables: dict[str, type[_Strict]] = {
+            "server": ServerSettings,
+            "data": DataSettings,
+            "variant": VariantSettings,
+        }
+        model = tables.get(str(parts[0]), Suite)
         known = list((model if len(parts) > 1 else Suite).model_fields)
         near = difflib.get_close_matches(str(parts[-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
