@@ -79,10 +79,8 @@ def test_low_precision_graphs_hold_one_attention_operator_per_layer(bf16):
     kinds = [node.op_type for node in model.graph.node]
     assert kinds.count("Attention") == 2
     assert not {"Softmax", "GRU", "Loop", "Scan", "If"} & set(kinds)
-    assert {t.data_type for t in model.graph.initializer} <= {
-        onnx.TensorProto.BFLOAT16,
-        onnx.TensorProto.INT64,
-    }
+    floats = [t for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
+    assert sum(len(t.raw_data) for t in floats) < 256  # rotary frequencies and other constants, no weight
     assert report.form == "fused"
     assert report.verification.equal == report.verification.drafts > 0
 
@@ -91,7 +89,10 @@ def test_no_table_of_the_target_and_no_path_is_inside(engines, bf16):
     for folder, checkpoint in ((engines("shift")[1], engines("shift")[0]), (bf16[1], bf16[0])):
         drafter = Drafter.from_checkpoint(read_checkpoint(checkpoint))
         weights = sum(p.numel() * p.element_size() for p in drafter.parameters())
-        assert sum((folder / f"{n}.onnx.data").stat().st_size for n in ("block", "context")) < 1.1 * weights
+        size = sum((folder / f"{n}.onnx.data").stat().st_size for n in ("block", "context"))
+        # K/V projections are in both graphs; the smallest table of the target would add a quarter
+        shared = sum(p.nbytes for n, p in drafter.named_parameters() if ".k_proj." in n or ".v_proj." in n)
+        assert size <= 1.03 * weights + shared
         for name in ("block", "context"):
             model = onnx.load(folder / f"{name}.onnx", load_external_data=False)
             text = model.SerializeToString()

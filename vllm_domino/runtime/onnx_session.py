@@ -73,7 +73,8 @@ class OnnxSession:
         context_lengths: Tensor,
         out: Tensor,
     ) -> None:
-        assert self._tables is not None, "bind_target comes first"
+        if self._tables is None:
+            raise RuntimeError("the session is closed, or bind_target has not been called")
         inputs = (anchor_ids, anchor_positions, context_kv, context_lengths, *self._tables)
         outputs = (out, *self._score_buffers(out.shape[0])) if self.options.scores else (out,)
         self._block.run(inputs, outputs)
