@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-
 import pytest
 import torch
-from trt_helpers import FAKE_TRT, Export
+from fake_trt.stand_in import on_path
+from trt_helpers import Export
 
 from vllm_domino.model.drafter import HeadOptions
 
@@ -32,16 +29,7 @@ def fp16_export(tmp_path_factory) -> Export:
 
 
 @pytest.fixture
-def fake_trt(monkeypatch):
+def fake_trt():
     """The stand-in as module `tensorrt`, for this process and the ones that it starts."""
-    monkeypatch.syspath_prepend(FAKE_TRT)
-    inherited = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(FAKE_TRT), inherited))))
-    _forget()
-    yield importlib.import_module("tensorrt")
-    _forget()
-
-
-def _forget() -> None:
-    for name in [n for n in sys.modules if n.split(".")[0] == "tensorrt"]:
-        del sys.modules[name]
+    with on_path(alignment=256) as trt:
+        yield trt

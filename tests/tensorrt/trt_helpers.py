@@ -15,7 +15,6 @@ from vllm_domino.export.onnx_export import export_graphs
 from vllm_domino.model.drafter import Drafter, HeadOptions
 from vllm_domino.runtime.tensorrt_session import TensorRTSession
 
-FAKE_TRT = Path(__file__).parent / "fake_trt"
 CPU = torch.device("cpu")
 
 
