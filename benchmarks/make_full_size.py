@@ -95,11 +95,16 @@ def measure(recipe: Path, folder: Path) -> dict:
 def _run(command: list[str], folder: Path) -> dict:
     """Seconds and peak memory of a command, children not counted (a builder reports its own)."""
     start = time.monotonic()
+    print(f"running {command[-1]}", flush=True)
     process = subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
     _, status, usage = os.wait4(process.pid, 0)
     if status != 0:
         sys.exit(f"{' '.join(command[-3:])} failed")
-    return {"seconds": round(time.monotonic() - start, 1), "peak_memory_bytes": usage.ru_maxrss << 10}
+    return {
+        "seconds": round(time.monotonic() - start, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "peak_memory_bytes": usage.ru_maxrss << 10,
+    }
 
 
 def _plan_facts(out: Path) -> dict:
@@ -134,7 +139,13 @@ def main() -> None:
         "command": "python benchmarks/make_full_size.py DIR --measure",
         "bounds": BOUNDS,
         **measure(recipe, folder),
-        "machine": {"cpus": os.cpu_count(), "cpu": _cpu_name(), "gpu": None, "system": platform.platform()},
+        "machine": {
+            "cpus": os.cpu_count(),
+            "load_average_at_end": os.getloadavg(),
+            "cpu": _cpu_name(),
+            "gpu": None,
+            "system": platform.platform(),
+        },
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "git": subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
