@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import subprocess
 import sys
 
@@ -90,9 +91,12 @@ def test_no_table_of_the_target_and_no_path_is_inside(engines, bf16):
         drafter = Drafter.from_checkpoint(read_checkpoint(checkpoint))
         weights = sum(p.numel() * p.element_size() for p in drafter.parameters())
         size = sum((folder / f"{n}.onnx.data").stat().st_size for n in ("block", "context"))
-        # K/V projections are in both graphs; the smallest table of the target would add a quarter
+        # K/V projections are in both graphs, and the exporter folds transpositions of small weights into copies
         shared = sum(p.nbytes for n, p in drafter.named_parameters() if ".k_proj." in n or ".v_proj." in n)
-        assert size <= 1.03 * weights + shared
+        copies = 2 * drafter.head.embed_proj[2].weight.nbytes
+        assert size <= 1.01 * weights + shared + copies
+        block = onnx.load(folder / "block.onnx", load_external_data=False)
+        assert 97 * 32 not in {math.prod(t.dims) for t in block.graph.initializer}
         for name in ("block", "context"):
             model = onnx.load(folder / f"{name}.onnx", load_external_data=False)
             text = model.SerializeToString()
