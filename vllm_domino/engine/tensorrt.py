@@ -35,7 +35,7 @@ PLANS = {"context": "context.plan", "block": "block.plan"}
 MAX_ROWS = 2048  # rows of one run of the context plan; the session goes through longer prefills in pieces
 MAX_CANDIDATES = 3840  # the K that TensorRT's TopK takes at most
 
-Profile = dict[str, tuple[list[int], list[int], list[int]]]  # input -> smallest, usual and largest shape
+Profile = dict[str, list[list[int]]]  # input -> smallest, usual and largest shape
 Progress = Callable[[str, float], None]  # graph name, seconds since its build began
 
 # option -> what it may be. Those of `tensorrt` only are refused for `tensorrt_rtx`, which ignores or lacks
@@ -165,7 +165,7 @@ def _range(buckets: Sequence[int]) -> tuple[int, int, int]:
 def _profile(spec: GraphSpec, axes: Mapping[str, tuple[int, int, int]]) -> Profile:
     dynamic = [t for t in spec.inputs if any(isinstance(size, str) for size in t.shape)]
     at = [{axis: sizes[i] for axis, sizes in axes.items()} for i in range(3)]
-    return {t.name: (list(t.at(**at[0])), list(t.at(**at[1])), list(t.at(**at[2]))) for t in dynamic}
+    return {t.name: [list(t.at(**sizes)) for sizes in at] for t in dynamic}
 
 
 def build_plan(
