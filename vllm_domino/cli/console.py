@@ -13,7 +13,8 @@ from rich.console import Console
 
 # soft_wrap: a path or a command in a message must survive being copied from a narrow terminal.
 err = Console(stderr=True, soft_wrap=True, highlight=False)
-out = Console(soft_wrap=True, highlight=False)
+# Where there is no terminal to ask, tables are made for a log, not for 80 columns.
+out = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 class Step:

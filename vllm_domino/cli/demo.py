@@ -63,8 +63,8 @@ def _show(asked: Sequence[str], plain: DemoRun, domino: DemoRun) -> None:
     from vllm_domino.cli.console import out
 
     table = Table(show_lines=True, expand=True)
-    table.add_column("question", ratio=3)
-    table.add_column("answer (both servers alike)", ratio=5)
+    table.add_column("question", ratio=3, overflow="fold")
+    table.add_column("answer (both servers alike)", ratio=5, overflow="fold")
     for heading in ("plain\ntokens/s", "Domino\ntokens/s", "accepted\nlength"):
         table.add_column(heading, justify="right", no_wrap=True)
     for question, before, after in zip(asked, plain.answers, domino.answers, strict=True):
