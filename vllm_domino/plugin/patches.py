@@ -1,10 +1,10 @@
-"""All that is changed in vLLM: two seams and the architecture names (DESIGN C6).
+"""All that is changed in vLLM: two seams, the architecture names (DESIGN C6), and a mend for CPUs.
 
-| patched | why | gone when |
-|---|---|---|
-| `v1.worker.gpu.model_runner.init_speculator` | V2 picks its speculator from a fixed list | vLLM has a registry for speculators |
-| `v1.worker.gpu_model_runner.GPUModelRunner.__init__` | V1 picks its proposer the same way | V1 is removed, or as above |
-| `ModelRegistry` entries | Domino's architecture names must resolve to some class when the config is read | vLLM knows Domino |
+- `v1.worker.gpu.model_runner.init_speculator`: V2 picks its speculator from a fixed list. Gone with a registry.
+- `v1.worker.gpu_model_runner.GPUModelRunner.__init__`: V1 picks its proposer the same way. Gone with V1, or as above.
+- `ModelRegistry` entries: Domino's architecture names must resolve to some class when the config is read. Gone when
+  vLLM knows Domino.
+- `v1.sample.rejection_sampler.expand_batch_to_tokens`, on CPUs: see `_mend_sampling_on_cpus`.
 
 Each patch is idempotent and raises when the name it replaces has gone. Drafters that are not ours pass through.
 """
@@ -12,6 +12,9 @@ Each patch is idempotent and raises when the name it replaces has gone. Drafters
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from vllm_domino.config.draft import ARCHITECTURES
 from vllm_domino.plugin.recognise import is_ours
@@ -26,6 +29,8 @@ def apply_patches() -> None:
     import vllm.v1.worker.gpu.model_runner as v2_runner
     import vllm.v1.worker.gpu_model_runner as v1_runner
     from vllm import ModelRegistry
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
 
     known = ModelRegistry.get_supported_archs()
     for name in ARCHITECTURES:
@@ -33,6 +38,8 @@ def apply_patches() -> None:
             ModelRegistry.register_model(name, _STAND_IN)
     _patch_v2(v2_runner)
     _patch_v1(_named(v1_runner, "GPUModelRunner"))
+    if current_platform.is_cpu():
+        _mend_sampling_on_cpus(rejection_sampler)
 
 
 def _named(owner: Any, name: str) -> Any:
@@ -66,7 +73,9 @@ def _patch_v1(runner_class: Any) -> None:
     if getattr(stock, _MARK, False):
         return
 
-    def __init__(self: Any, vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(  # noqa: N807
+        self: Any, vllm_config: Any, device: Any, *args: Any, **kwargs: Any
+    ) -> None:
         stock(self, vllm_config, device, *args, **kwargs)
         if is_ours(vllm_config) and hasattr(self, "drafter"):
             from vllm_domino.plugin.proposer_v1 import DominoProposer
@@ -78,3 +87,26 @@ def _patch_v1(runner_class: Any) -> None:
 
     setattr(__init__, _MARK, True)
     runner_class.__init__ = __init__
+
+
+def _mend_sampling_on_cpus(sampler_module: Any) -> None:
+    """Replace vLLM's function by the same in plain PyTorch.
+
+    The CPU kernel behind it (`cpu_triton_utils._expand_kernel_impl`, vLLM 0.32 and 0.33) fills a copy of its output, so
+    that temperature, top-k and top-p of speculated tokens are uninitialised memory, whatever drafts them: sampled
+    answers are wrong, and a wild top-k ends the server. Where the name has gone there is nothing to mend.
+    """
+    stock = getattr(sampler_module, "expand_batch_to_tokens", None)
+    if stock is None or getattr(stock, _MARK, False):
+        return
+
+    def expand_batch_to_tokens(
+        x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> Tensor:
+        """Values [B] repeated for each of their request's tokens [N], `replace_from` replaced."""
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        values = torch.where(x == replace_from, replace_to, x).to(x.dtype)
+        return torch.repeat_interleave(values, counts, output_size=num_tokens)
+
+    setattr(expand_batch_to_tokens, _MARK, True)
+    sampler_module.expand_batch_to_tokens = expand_batch_to_tokens
