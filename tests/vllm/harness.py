@@ -103,6 +103,7 @@ def open_llm(
     llm = None
     try:
         llm = LLM(str(target), speculative_config=spec, **(OPTIONS | options))
+        llm.llm_engine.logger_manager.stat_loggers.append(_Tally())
         yield llm
     finally:
         os.environ.pop("VLLM_DOMINO_TRACE", None)
@@ -124,15 +125,18 @@ def generate(
     waiting = list(zip(range(len(prompts)), prompts, each, strict=True))[::-1]
     index_of: dict[str, int] = {}
     done: dict[int, Any] = {}
-    while len(done) < len(prompts):
-        while waiting and (concurrency is None or len(index_of) < concurrency):
-            index, prompt, wanted = waiting.pop()
-            name = f"test-{next(_request_ids)}"
-            index_of[name] = index
-            engine.add_request(name, {"prompt_token_ids": list(prompt)}, wanted)
-        for output in engine.step():
-            if output.finished:
-                done[index_of.pop(output.request_id)] = output
+    try:
+        while len(done) < len(prompts):
+            while waiting and (concurrency is None or len(index_of) < concurrency):
+                index, prompt, wanted = waiting.pop()
+                name = f"test-{next(_request_ids)}"
+                index_of[name] = index
+                engine.add_request(name, {"prompt_token_ids": list(prompt)}, wanted)
+            for output in engine.step():
+                if output.finished:
+                    done[index_of.pop(output.request_id)] = output
+    finally:
+        engine.abort_request(list(index_of))  # after an error, so that the next test finds the engine empty
     return [done[i] for i in range(len(prompts))]
 
 
@@ -141,30 +145,43 @@ def tokens(outputs: Sequence[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+class _Tally:
+    """A logger of vLLM's statistics, the ones that /metrics sums up. Prometheus itself holds those of one engine in a
+    process only, and tests keep several."""
+
+    def __init__(self) -> None:
+        self.drafts = self.accepted = self.preemptions = self.cached_tokens = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        if scheduler_stats is not None:
+            self.cached_tokens += scheduler_stats.prefix_cache_stats.hits
+            if scheduler_stats.spec_decoding_stats is not None:
+                self.drafts += scheduler_stats.spec_decoding_stats.num_drafts
+                self.accepted += scheduler_stats.spec_decoding_stats.num_accepted_tokens
+        if iteration_stats is not None:
+            self.preemptions += iteration_stats.num_preempted_reqs
+
+    def log(self) -> None:
+        """Asked for every few seconds; nothing to say."""
+
+
 @dataclass(frozen=True)
 class Counters:
-    """vLLM's own counters, as /metrics shows them."""
+    """Of one engine since it started: verified drafts, accepted draft tokens, and so on."""
 
-    drafts: float
-    accepted: float
-    preemptions: float
-    cached_tokens: float
-    failures: float
+    drafts: int
+    accepted: int
+    preemptions: int
+    cached_tokens: int
+    failures: int
 
     @classmethod
     def of(cls, llm: Any) -> Counters:
         from vllm_domino.plugin.metrics import DRAFT_FAILURES
 
-        found: dict[str, float] = defaultdict(float)
-        for metric in llm.get_metrics():
-            found[metric.name] += getattr(metric, "value", 0)
-        return cls(
-            found["vllm:spec_decode_num_drafts"],
-            found["vllm:spec_decode_num_accepted_tokens"],
-            found["vllm:num_preemptions"],
-            found["vllm:prefix_cache_hits"],
-            DRAFT_FAILURES._value.get(),
-        )
+        loggers = llm.llm_engine.logger_manager.stat_loggers
+        (tally,) = (one for one in loggers if isinstance(one, _Tally))
+        return cls(**vars(tally), failures=int(DRAFT_FAILURES._value.get()))
 
     def since(self, before: Counters) -> Counters:
         return Counters(*(getattr(self, f) - getattr(before, f) for f in self.__dataclass_fields__))
