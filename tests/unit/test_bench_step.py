@@ -18,10 +18,19 @@ PEAKS = Peaks(flops=1e9, bandwidth=1e9, cache=0)
 def test_parts_make_up_the_step(tmp_path):
     drafter = write_small_checkpoint(tmp_path / "small")
     sessions = open_drafters([drafter], (0, 8), CPU)
-    assert [s.options.candidate_pool for _, s in sessions] == [None, 8]
-    name, session = sessions[0]
+    assert [s.options.candidate_pool for _, s, _ in sessions] == [None, 8]
+    name, session, window = sessions[0]
+    assert window == 2048
     steps = measure_session(
-        name, session, PEAKS, batches=(1, 3), contexts=(20, 40), rows_per_request=4, iterations=5, device=CPU
+        name,
+        session,
+        PEAKS,
+        batches=(1, 3),
+        contexts=(20, 40),
+        window=32,
+        rows_per_request=4,
+        iterations=5,
+        device=CPU,
     )
     assert [(s.batch, s.context, s.rows) for s in steps] == [(1, 20, 4), (1, 40, 4), (3, 20, 12), (3, 40, 12)]
     for step in steps:
@@ -32,7 +41,7 @@ def test_parts_make_up_the_step(tmp_path):
 
 
 def test_the_bound_follows_the_slower_of_bytes_and_flops(tmp_path):
-    _, session = open_drafters([write_small_checkpoint(tmp_path / "small")], (0,), CPU)[0]
+    _, session, _ = open_drafters([write_small_checkpoint(tmp_path / "small")], (0,), CPU)[0]
     what = {"batch": 1, "context": 32, "rows": 4, "element": 4}
     slow, fast = (cost_bound(session.config, HeadOptions(), p, **what) for p in (PEAKS, Peaks(1e9, 1e18, 0)))
     assert slow >= fast > 0
@@ -58,7 +67,7 @@ def test_bench_step_writes_json_and_a_table(tmp_path):
     assert done.exit_code == 0, done.output
     result = StepResult.model_validate(json.loads(out.read_text()))
     assert result.steps[0].session == "pytorch"
-    assert "| small | pytorch | all | 1 | 20 |" in out.with_suffix(".md").read_text()
+    assert "| small | pytorch | all | 1 | 20 | 2048 |" in out.with_suffix(".md").read_text()
     assert "1.00 |" in done.output  # PyTorch over itself
 
 

@@ -17,7 +17,7 @@ from vllm_domino.bench.provenance import Machine
 from vllm_domino.bench.statistics import percentile
 from vllm_domino.config.checkpoint import read_checkpoint
 from vllm_domino.config.draft import DraftConfig
-from vllm_domino.engine.manifest import is_engine_dir, read_manifest
+from vllm_domino.engine.manifest import DEFAULT_WINDOW, is_engine_dir, read_manifest
 from vllm_domino.model.drafter import Drafter, HeadOptions
 from vllm_domino.runtime.draft_step import DraftStep
 from vllm_domino.runtime.factory import open_session
@@ -35,6 +35,7 @@ class _Record(BaseModel):
 class StepTime(_Record):
     """One measurement; milliseconds, medians over `iterations`.
 
+    head: whether the Domino head drafts. window: newest context rows that the step reads at most.
     context_graph: rows of newly verified tokens (`rows` of them). gather: bringing context rows together.
     block_graph: the drafts themselves. rest: everything else of a step. outside: gather + rest.
     bound: what the arithmetic and the bytes of the step need at least on this machine (see `cost_bound`).
@@ -42,10 +43,12 @@ class StepTime(_Record):
 
     drafter: str
     session: str
+    head: bool
     candidate_pool: int
     draft_tokens: int
     batch: int
     context: int
+    window: int
     rows: int
     iterations: int
     total: float
@@ -114,22 +117,24 @@ def cost_bound(
 
 def open_drafters(
     paths: Sequence[Path], pools: Sequence[int], device: torch.device
-) -> list[tuple[str, DraftSession]]:
-    """Sessions to measure: an engine with the head it was built for, a checkpoint in PyTorch once per pool.
+) -> list[tuple[str, DraftSession, int]]:
+    """Name, session and draft window: an engine with the head it was built for, a checkpoint once per pool.
 
     Raises:
         ValueError: not a drafter, or not for this machine.
     """
-    found: list[tuple[str, DraftSession]] = []
+    found: list[tuple[str, DraftSession, int]] = []
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for path in paths:
         if is_engine_dir(path):
-            found.append((read_manifest(path).name, open_session(path, device, dtype)))
+            manifest = read_manifest(path)
+            found.append((manifest.name, open_session(path, device, dtype), manifest.draft_window))
             continue
         checkpoint = read_checkpoint(path)
         for pool in pools if checkpoint.config.has_head else (0,):
             drafter = Drafter.from_checkpoint(checkpoint, HeadOptions(candidate_pool=pool or None))
-            found.append((path.name, TorchSession(drafter, device, dtype, own_lm_head=checkpoint.lm_head)))
+            session = TorchSession(drafter, device, dtype, own_lm_head=checkpoint.lm_head)
+            found.append((path.name, session, DEFAULT_WINDOW))
     return found
 
 
@@ -140,6 +145,7 @@ def measure_session(
     *,
     batches: Sequence[int],
     contexts: Sequence[int],
+    window: int,
     rows_per_request: int,
     iterations: int,
     device: torch.device,
@@ -150,7 +156,6 @@ def measure_session(
         torch.randn(config.vocab_size, config.hidden_size, generator=generator) * 0.02 for _ in range(2)
     ]
     session.bind_target(*(table.to(device, session.dtype) for table in tables))
-    window = session.context_buckets[-1] if session.context_buckets else max(contexts)
     step = DraftStep(
         session,
         max_requests=max(batches),
@@ -181,10 +186,12 @@ def measure_session(
                 StepTime(
                     drafter=name,
                     session=session.backend,
+                    head=config.has_head,
                     candidate_pool=options.candidate_pool or 0,
                     draft_tokens=options.drafts_of(config),
                     batch=batch,
                     context=context,
+                    window=window,
                     rows=batch * rows_per_request,
                     iterations=iterations,
                     bound=round(bound, 4),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from vllm_domino.bench.step import StepResult, StepTime
 
 _HEAD = (
-    "drafter", "session", "pool", "batch", "context", "total ms", "p90", "block graph", "context graph", "gather",
-    "rest", "outside graphs", "bound", "× bound", "PyTorch ÷ this",
+    "drafter", "session", "pool", "batch", "context", "window", "total ms", "p90", "block graph", "context graph",
+    "gather", "rest", "outside graphs", "bound", "× bound", "PyTorch ÷ this",
 )  # fmt: skip
 
 
@@ -28,8 +28,8 @@ def to_markdown(result: StepResult, name: str) -> str:
         reference = _pytorch(step, result.steps)
         parts = [_part(step, key) for key in ("block_graph", "context_graph", "gather", "rest", "outside")]
         row = [
-            step.drafter, step.session, step.candidate_pool or "all", step.batch, step.context, f"{step.total:.2f}",
-            f"{step.total_p90:.2f}", *parts, f"{step.bound:.2f}", f"{step.total / step.bound:.1f}",
+            step.drafter, step.session, step.candidate_pool or "all", step.batch, step.context, step.window,
+            f"{step.total:.2f}", f"{step.total_p90:.2f}", *parts, f"{step.bound:.2f}", f"{step.total / step.bound:.1f}",
             "–" if reference is None else f"{reference.total / step.total:.2f}",
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, row)) + " |")
@@ -42,13 +42,9 @@ def _part(step: StepTime, key: str) -> str:
 
 
 def _pytorch(step: StepTime, steps: list[StepTime]) -> StepTime | None:
-    """The same head, batch and context in PyTorch."""
-    key = (step.candidate_pool, step.draft_tokens, step.batch, step.context)
-    return next(
-        (
-            s
-            for s in steps
-            if s.session == "pytorch" and (s.candidate_pool, s.draft_tokens, s.batch, s.context) == key
-        ),
-        None,
-    )
+    """The same head and batch in PyTorch, reading as many context rows."""
+
+    def key(s: StepTime) -> tuple[int, ...]:
+        return (s.head, s.candidate_pool, s.draft_tokens, s.batch, min(s.context, s.window))
+
+    return next((s for s in steps if s.session == "pytorch" and key(s) == key(step)), None)

@@ -136,6 +136,9 @@ def step(
             help="Candidate pools of the head in PyTorch, comma-separated; 0 scores the whole vocabulary."
         ),
     ] = "0",
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Context rows that a step reads at most; default as served.")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Newly verified tokens per request and step.")] = 4,
     iterations: Annotated[int, typer.Option(min=3, help="Measured steps per entry.")] = 30,
     output: Annotated[Path | None, typer.Option(help="JSON file to write; Markdown goes beside it.")] = None,
@@ -152,7 +155,7 @@ def step(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peaks = Peaks.measure(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
     started, steps = now(), []
-    for name, session in open_drafters(drafters, _sizes(pool, "--pool", least=0), device):
+    for name, session, served in open_drafters(drafters, _sizes(pool, "--pool", least=0), device):
         err.print(f"{name}, {session.backend}, pool {session.options.candidate_pool or 'all'}", markup=False)
         steps += measure_session(
             name,
@@ -160,6 +163,7 @@ def step(
             peaks,
             batches=_sizes(batch, "--batch"),
             contexts=_sizes(context, "--context", least=rows),
+            window=window or served,
             rows_per_request=rows,
             iterations=iterations,
             device=device,
