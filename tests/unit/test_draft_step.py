@@ -125,7 +125,8 @@ class _BucketedSession(TorchSession):
     context_buckets = (16, 64)
 
     def draft(self, anchor_ids, anchor_positions, context_kv, context_lengths, out):
-        assert anchor_ids.shape[0] in self.batch_buckets and context_kv.shape[1] in self.context_buckets
+        assert anchor_ids.shape[0] in self.batch_buckets
+        assert context_kv.shape[1] in self.context_buckets
         super().draft(anchor_ids, anchor_positions, context_kv, context_lengths, out)
 
 

@@ -261,7 +261,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Write the three files."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", type=Path, help="an engine directory; default: the drafter of Qwen3-8B")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"))
     arguments = parser.parse_args()

@@ -49,6 +49,7 @@ class ContextLayer(nn.Module, AttentionLayerBase):
     def __init__(self, vllm_config: Any, row_size: int, dtype: torch.dtype):
         super().__init__()
         self.row_size, self.dtype = row_size, dtype
+        self.is_draft_layer = True  # V2 sets it by itself, V1 of vLLM 0.33 expects it
         # vLLM finds a layer's index as the one integer in its name; ours follows the target's last
         index = vllm_config.model_config.get_total_num_hidden_layers()
         self.layer_name = f"domino.layers.{index}.context"
@@ -72,7 +73,6 @@ class ContextLayer(nn.Module, AttentionLayerBase):
         if cache.numel() == 0:
             return None
         heads_axis = 1  # [pages, 1 head, page size, 2 * head size]
-        assert cache.dim() == 4 and cache.shape[heads_axis] == 1 and cache.shape[3] == self.row_size, (
-            cache.shape
-        )
+        assert cache.dim() == 4, cache.shape
+        assert (cache.shape[heads_axis], cache.shape[3]) == (1, self.row_size), cache.shape
         return cache.squeeze(heads_axis)

@@ -94,7 +94,7 @@ class Drafting(nn.Module):
                 self._pending.pop(0)
         except Exception as error:  # whatever a session raises, the server stays up
             self._failed("context rows", error)
-            self._pending = [tuple(t.clone() for t in rows) for rows in self._pending[-_MAX_PENDING:]]  # type: ignore[misc]
+            self._pending = [tuple(t.clone() for t in rows) for rows in self._pending[-_MAX_PENDING:]]
             return False
         return True
 

@@ -71,10 +71,8 @@ class DraftStep:
 
     def attach_cache(self, pages: Tensor) -> None:
         """Take the paged cache, [num_pages, page size, row_size] in the session's dtype, by reference."""
-        assert pages.shape[2] == self.row_size and pages.dtype == self.session.dtype, (
-            pages.shape,
-            pages.dtype,
-        )
+        assert pages.shape[2] == self.row_size, pages.shape
+        assert pages.dtype == self.session.dtype, pages.dtype
         self._page_size = pages.shape[1]
         self._cache = pages.view(-1, self.row_size)
 

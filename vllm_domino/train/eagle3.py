@@ -169,7 +169,8 @@ class EagleObjective(nn.Module):
     def forward(self, features: Tensor, ids: Tensor, weights: Tensor, weight_sum: float) -> Terms:
         """Features [B, T, F*H], ids [B, T], weights [B, T, J] -> the loss over all steps."""
         width = ids.shape[1]
-        state, history = self.drafter.fc(features), []
+        state = self.drafter.fc(features)
+        history: list[Tensor] = []
         losses, hits = [], torch.zeros(weights.shape, dtype=torch.bool, device=ids.device)
         for step in range(self.steps):
             shifted = functional.pad(ids, (0, 2 + step))

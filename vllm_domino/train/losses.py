@@ -43,7 +43,9 @@ class _BlockLosses(torch.autograd.Function):
             target = labels[rows].unsqueeze(1)
             base = hidden[rows].to(compute) @ head.T  # [n, V]
             grads = None
-            if code is not None:  # before the base loss, which overwrites the base logits
+            if (
+                code is not None and book is not None and grad_code is not None
+            ):  # before the base loss, which overwrites the base logits
                 c = code[rows].to(compute)
                 final = (base + c @ book.T).float()
                 loss, grads, hits[1, rows] = _softmax_loss(final, target, final_weights[rows])

@@ -100,6 +100,7 @@ class DraftObjective(nn.Module):
     def head_code(self, hidden: Tensor, blocks: Blocks, embedding: Tensor) -> Tensor:
         """[B, A, K, R]: the correction before its vocabulary-wide product."""
         head = self.drafter.head
+        assert head is not None
         previous = blocks.previous.flatten(0, 1)  # [B*A, K]
         flat = hidden.flatten(0, 1)
         if self.recipe.prefixes == "self":
@@ -111,6 +112,7 @@ class DraftObjective(nn.Module):
     def own_prefixes(self, hidden: Tensor, anchors: Tensor, embedding: Tensor) -> Tensor:
         """What the drafter itself would have drafted, [N, K] int64, anchor first (test-time training)."""
         head, config, lm_head = self.drafter.head, self.drafter.config, self._frozen[1]
+        assert head is not None
         tokens = [anchors]
         state = head.first_gru_step(functional.embedding(anchors, embedding))
         for draft in range(config.num_draft_tokens - 1):

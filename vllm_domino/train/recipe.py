@@ -184,7 +184,7 @@ def draft_config(recipe: DrafterRecipe, target_config, mask_id: int) -> DraftCon
         num_key_value_heads=target_config.num_key_value_heads,
         head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
         rms_norm_eps=target_config.rms_norm_eps,
-        rope_theta=float(rope.get("rope_theta") or getattr(target_config, "rope_theta", 1e6)),
+        rope_theta=float(rope.get("rope_theta") or getattr(target_config, "rope_theta", None) or 1e6),
         max_position_embeddings=target_config.max_position_embeddings,
         vocab_size=target_config.vocab_size,
         block_size=recipe.block_size,

@@ -77,7 +77,9 @@ def eagle_drafts(drafter: EagleDrafter, num_drafts: int) -> Drafts:
     """Chains of an EAGLE-3 drafter: index t reads token t + 1, so anchor a is index a - 1."""
 
     def run(target: FrozenTarget, ids: Tensor, anchors: Tensor) -> Tensor:
-        state, history, chain = drafter.fc(target.features(ids)), [], []
+        state = drafter.fc(target.features(ids))
+        history: list[Tensor] = []
+        chain = []
         tokens = torch.cat(
             (ids[:, 1:], ids[:, :1]), dim=1
         )  # the last index has no next token and is not used

@@ -40,7 +40,7 @@ class RunDirectory:
             "data_sha256": file_digest(data),
         }
         self._check(resume)
-        self._board = None
+        self._board: Any = None
 
     def _check(self, resume: bool) -> None:
         recorded = self.path / "run.json"
@@ -119,7 +119,7 @@ class RunDirectory:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
             flat |= {f"{key}.{name}": inner for name, inner in value.items()}

@@ -86,7 +86,9 @@ def batches(samples: Sequence[tuple[list[int], int]], tokens: int, seed: int) ->
     rng = random.Random(seed)
     while True:
         order = sorted(range(len(samples)), key=lambda i: len(samples[i][0]) + rng.random() * 16)
-        groups, group, longest = [], [], 0
+        groups: list[list[int]] = []
+        group: list[int] = []
+        longest = 0
         for index in order:
             longest = max(longest, len(samples[index][0]))
             if group and longest * (len(group) + 1) > tokens:
