@@ -19,6 +19,8 @@ from vllm_domino.bench.server import Metrics, ServerError, ServerSpec, VllmServe
 
 CACHE_VARIABLE = "VLLM_DOMINO_CACHE"
 NUM_DRAFT_TOKENS = 15
+CANDIDATE_POOL = 256  # as export/tiny.toml
+DRAFT_WINDOW = 512  # as engines/cpu.toml
 WARM_UP_QUESTIONS = 2
 MODEL_NAME = "tiny"
 # fp32, so that greedy outputs can be compared token by token; no prefix cache, so that nothing is answered from memory.
@@ -111,7 +113,8 @@ def ensure_engine(drafter: Path, target: Path, cache: Path | None, progress: Pro
     from vllm_domino.engine.check import load_engine_dir
 
     fingerprint = read_checkpoint(drafter).fingerprint
-    folder = cache_folder(cache) / f"{MODEL_NAME}-{vllm_domino.__version__}-{fingerprint[:12]}"
+    build = f"{vllm_domino.__version__}-{fingerprint[:12]}-pool{CANDIDATE_POOL}-window{DRAFT_WINDOW}"
+    folder = cache_folder(cache) / f"{MODEL_NAME}-{build}"
     engine = folder / f"{MODEL_NAME}-cpu"
     try:
         if load_engine_dir(engine).fingerprint == fingerprint:
@@ -120,9 +123,15 @@ def ensure_engine(drafter: Path, target: Path, cache: Path | None, progress: Pro
     except ValueError:
         pass  # none there, or not whole: made anew
     # Not export/tiny.toml and engines/cpu.toml: an installed package has no recipes beside it.
-    export = ExportRecipe(name=MODEL_NAME, checkpoint=str(drafter), target=str(target))
+    export = ExportRecipe(
+        name=MODEL_NAME, checkpoint=str(drafter), target=str(target), candidate_pool=CANDIDATE_POOL
+    )
     device = EngineRecipe(
-        name="cpu", backend="onnxruntime", dtype="float32", providers=("CPUExecutionProvider",)
+        name="cpu",
+        backend="onnxruntime",
+        dtype="float32",
+        providers=("CPUExecutionProvider",),
+        draft_window=DRAFT_WINDOW,
     )
     build_engine(export, device, engine, export_root=folder / "export", progress=progress)
     return engine
