@@ -128,6 +128,11 @@ class Drafting(nn.Module):
             )
 
     def _failed(self, what: str, error: Exception) -> None:
+        """Count a failure, and log the first. While a CUDA graph is captured it is raised: a graph that was captured
+        around it would draft nothing ever after.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise error
         DRAFT_FAILURES.inc()
         if not self._reported:
             self._reported = True

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_domino.plugin.drafting import Drafting
@@ -28,8 +29,15 @@ class DominoSpeculator(DFlashSpeculator):
         return drafting
 
     def capture(self) -> None:
+        """Capture draft steps into CUDA graphs. Not yet run on a GPU."""
         # A graph has one context length for good, so it must be the longest.
         self.draft_max_seq_len = self.max_model_len
+        reserve_rows = getattr(self.model.session, "reserve_rows", None)
+        if reserve_rows is not None:  # TensorRT: one execution context per captured number of rows
+            assert self.query_cudagraph_manager is not None
+            graphs = self.query_cudagraph_manager._capture_descs.get(CUDAGraphMode.FULL, [])
+            counts = {self._num_graph_context_tokens(graph.num_reqs) for graph in graphs if graph.num_reqs}
+            reserve_rows(sorted({size for count in counts for size in self.model.step.piece_sizes(count)}))
         super().capture()
 
     @torch.inference_mode()

@@ -94,6 +94,11 @@ class DraftStep:
             piece = slice(start, start + self._rows.shape[0])
             self._store_piece(features[piece], positions[piece], slots[piece])
 
+    def piece_sizes(self, count: int) -> set[int]:
+        """The numbers of rows that `store_context` projects at once for `count` rows, none of them rejected."""
+        largest = self._rows.shape[0]
+        return {min(largest, count - start) for start in range(0, count, largest)}
+
     def _store_piece(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         count = features.shape[0]
         rows = self._rows[:count]
