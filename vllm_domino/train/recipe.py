@@ -26,6 +26,7 @@ class DrafterRecipe:
     curriculum: lambda from 1 to 0; off: lambda is 0 throughout.
     shift_label: slot k predicts the token after itself (Domino); DFlash drafters that stock vLLM serves need
         false.
+    start_from: a checkpoint to go on from, with a fresh optimizer and schedule.
     target_layer_ids: empty spaces them evenly over the target's layers.
     """
 
@@ -58,6 +59,7 @@ class DrafterRecipe:
     precision: str = "bf16"
     gradient_checkpointing: bool = False
     init_from_target: bool = False
+    start_from: str | None = None
     eagle_steps: int = 5
     seed: int = 0
 

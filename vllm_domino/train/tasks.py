@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vllm_domino.config.checkpoint import write_checkpoint
+from vllm_domino.config.checkpoint import read_checkpoint, write_checkpoint
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.model.drafter import Drafter
 from vllm_domino.train.blocks import Blocks, build_blocks, sample_anchors
@@ -75,6 +75,8 @@ class BlockTask:
         drafter = Drafter(config)
         if recipe.init_from_target:
             copy_target_layers(drafter, target.model)
+        if recipe.start_from:
+            copy_checkpoint(drafter, recipe.start_from)
         self.module = DraftObjective(drafter, recipe, target.embedding, target.lm_head)
 
     def prepare(self, indices: list[int], epoch: int) -> Prepared:
@@ -110,6 +112,17 @@ class BlockTask:
         """bf16, in the public layout: names without the `backbone.` and `head.` of our modules."""
         public = {name.split(".", 1)[1]: tensor.to(torch.bfloat16) for name, tensor in _own(weights).items()}
         write_checkpoint(directory, self.config, public)
+
+
+def copy_checkpoint(drafter: Drafter, source: str) -> None:
+    """Start from the weights of a checkpoint of the same shape."""
+    trained = Drafter.from_checkpoint(read_checkpoint(source), dtype=torch.float32)
+    if trained.config != drafter.config:
+        raise ValueError(
+            f"recipe: start_from {source} is another drafter ({trained.config}), the recipe makes {drafter.config}; "
+            "give the run the recipe of that checkpoint"
+        )
+    drafter.load_state_dict(trained.state_dict())
 
 
 def _own(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -181,7 +181,8 @@ def card(name: str, directory: Path, facts: dict, recipe: dict, data_digest: str
     )
     return f"""# Tiny {name}
 
-Made by `vllm-domino train tiny` from the questions and answers of GSM8K's train split (MIT licence, OpenAI).
+One step of `vllm-domino train tiny`: trained on the target's greedy answers to the questions of GSM8K's train
+split (MIT licence, OpenAI).
 
 | | |
 |---|---|
