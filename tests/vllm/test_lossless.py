@@ -1,0 +1,88 @@
+"""Speculation must not change what the target says: greedy token for token, sampled in distribution."""
+
+import pytest
+import torch
+from harness import MAX_LEN, Counters, chi_square_p, generate, sized_prompts, tokens
+from vllm import SamplingParams
+
+MAX_TOKENS = 32
+ALPHA = 1e-3  # chance that a right sampler fails one of the chi-square tests; the seed is fixed, so it is drawn once
+SAMPLES = 20_480
+
+
+@pytest.fixture(scope="module")
+def prompts(chats):
+    return sized_prompts(chats)
+
+
+@pytest.fixture(scope="module")
+def params(prompts):
+    return [
+        SamplingParams(temperature=0, max_tokens=min(MAX_TOKENS, MAX_LEN - len(prompt)), ignore_eos=True)
+        for prompt in prompts
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(plain, prompts, params):
+    return tokens(generate(plain, prompts, params))
+
+
+@pytest.mark.parametrize("num_tokens", [15, 4, 1])
+def test_greedy_output_is_the_target_s_at_every_concurrency(served, prompts, params, expected, num_tokens):
+    llm = served(num_tokens)
+    assert {len(p) for p in prompts} >= {1, MAX_LEN - 1}
+    for concurrency in (1, 8, 32):
+        llm.reset_prefix_cache()
+        before = Counters.of(llm)
+        found = tokens(generate(llm, prompts, params, concurrency=concurrency))
+        counted = Counters.of(llm).since(before)
+        different = [i for i in range(len(prompts)) if found[i] != expected[i]]
+        assert not different, f"concurrency {concurrency}: {len(different)} of {len(prompts)} outputs differ"
+        assert counted.drafts > len(prompts)
+        assert counted.failures == 0
+
+
+def test_sampled_tokens_follow_the_target_s_distribution(served, reference, chats):
+    """First and second token at temperature 1 against probabilities from Transformers.
+
+    The first token comes from the prefill, the second from verifying drafts: accepted where it equals the draft,
+    else drawn from what is left. Given the most frequent first token, the second is tested alone too, since there the
+    draft is one and the same, so that an error of its acceptance cannot average out.
+    """
+    llm, prompt, each = served(4), chats[0], 512
+    torch.manual_seed(
+        20260101
+    )  # unseeded requests draw from torch's own generator, and the engine is in this process
+    before = Counters.of(llm)
+    outputs = generate(
+        llm,
+        [prompt] * (SAMPLES // each),
+        SamplingParams(temperature=1, max_tokens=2, n=each, ignore_eos=True),
+    )
+    assert Counters.of(llm).since(before).drafts >= SAMPLES
+    pairs = torch.tensor([list(sample.token_ids) for output in outputs for sample in output.outputs])
+    assert pairs.shape == (SAMPLES, 2)
+
+    first = reference.probabilities(prompt)
+    size = len(first)
+    assert chi_square_p(torch.bincount(pairs[:, 0], minlength=size), first) > ALPHA
+    after = _next_probabilities(
+        reference.target, prompt, size
+    )  # [V, V]: row t is the distribution after token t
+    assert chi_square_p(torch.bincount(pairs[:, 1], minlength=size), first @ after) > ALPHA
+    common = int(first.argmax())
+    given = pairs[pairs[:, 0] == common, 1]
+    assert chi_square_p(torch.bincount(given, minlength=size), after[common]) > ALPHA
+
+
+@torch.inference_mode()
+def _next_probabilities(target, prompt, size, chunk=512):
+    rows = []
+    for start in range(0, size, chunk):
+        ids = torch.arange(start, min(start + chunk, size)).unsqueeze(1)
+        cache = target(torch.tensor([prompt]), use_cache=True).past_key_values
+        cache.batch_repeat_interleave(len(ids))
+        logits = target(ids, past_key_values=cache, use_cache=True).logits[:, -1]
+        rows.append(torch.softmax(logits.double(), -1))
+    return torch.cat(rows)
