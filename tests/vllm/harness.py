@@ -31,7 +31,9 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
 }
+_BEFORE = dict(os.environ)
 os.environ.update(ENVIRONMENT)
+SERVER_ENVIRONMENT = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 import torch  # noqa: E402
 
@@ -113,6 +115,19 @@ def open_llm(
         os.environ.pop("VLLM_DOMINO_TRACE", None)
         llm = None
         gc.collect()
+
+
+@contextmanager
+def environment_before_vllm() -> Iterator[None]:
+    """For starting servers: vLLM's CPU backend changes the environment, and does not start where it did so before."""
+    now = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(_BEFORE)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(now)
 
 
 def generate(
