@@ -157,6 +157,16 @@ def test_every_option_trains_and_writes_a_loadable_checkpoint(target, data, tmp_
     assert list((tmp_path / "out" / "tensorboard").iterdir())
 
 
+def test_a_run_may_start_from_another_ones_checkpoint(target, data, tmp_path):
+    run(target, data, tmp_path / "first", steps=2)
+    start = str(tmp_path / "first")
+    run(target, data, tmp_path / "second", steps=1, learning_rate=0.0, start_from=start)
+    first, second = weights_of(tmp_path / "first"), weights_of(tmp_path / "second")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(ValueError, match="another drafter"):
+        run(target, data, tmp_path / "third", emb_dim=8, start_from=start)
+
+
 def test_eagle3_writes_what_vllm_reads(target, data, tmp_path):
     from safetensors.torch import load_file
 
