@@ -48,7 +48,7 @@ def _check(llm, trace, reference, runs, *, concurrency=None, tolerance=TOLERANCE
 @pytest.fixture(scope="module")
 def short(runs):
     """Enough for the ways of scheduling, which cost an engine start each."""
-    return runs[:4] if V2 else runs[:16]
+    return runs[:8] if V2 else runs[:16]
 
 
 def test_first_time_and_from_the_prefix_cache(domino, trace, reference, runs):
