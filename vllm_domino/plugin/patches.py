@@ -26,11 +26,11 @@ _STAND_IN = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM"
 
 def apply_patches() -> None:
     """Patch once; later calls find the marks and return."""
+    import vllm.v1.sample.rejection_sampler as rejection_sampler
     import vllm.v1.worker.gpu.model_runner as v2_runner
     import vllm.v1.worker.gpu_model_runner as v1_runner
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
-    from vllm.v1.sample import rejection_sampler
 
     known = ModelRegistry.get_supported_archs()
     for name in ARCHITECTURES:

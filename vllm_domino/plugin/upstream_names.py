@@ -219,4 +219,25 @@ CONFIGURATION = (
     Upstream("calls", "model_executor.models.registry:_ModelRegistry.get_supported_archs", (), "idempotence"),
 )
 
-UPSTREAM_NAMES = (*V2_SEAM, *V1_SEAM, *CONTEXT_CACHE, *CONFIGURATION)
+GRAPHS = (
+    Upstream("name", "config.compilation:CUDAGraphMode", why="which of the captured steps are whole graphs"),
+    Upstream(
+        "source",
+        "v1.worker.gpu.cudagraph_utils",
+        ("self._capture_descs",),
+        "batch sizes about to be captured, for TensorRT's contexts",
+    ),
+    *_attributes(_V2, "query_cudagraph_manager _num_graph_context_tokens", "read before graphs are captured"),
+)
+
+SAMPLING_ON_CPUS = (
+    Upstream("name", "platforms:current_platform", why="whether this is a CPU"),
+    Upstream(
+        "source",
+        "v1.sample.rejection_sampler",
+        ("def expand_batch_to_tokens(", "expand_batch_to_tokens("),
+        "patched on CPUs",
+    ),
+)
+
+UPSTREAM_NAMES = (*V2_SEAM, *V1_SEAM, *CONTEXT_CACHE, *CONFIGURATION, *GRAPHS, *SAMPLING_ON_CPUS)
