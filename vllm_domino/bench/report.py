@@ -94,14 +94,15 @@ def findings(cells: Sequence[Cell]) -> list[str]:
         said.append(
             f"Concurrency {concurrency}: {best.variant} leads with {best.output_tokens_per_s:.1f} tokens/s{gain}."
         )
-    lowest, highest = min(c.concurrency for c in cells), max(c.concurrency for c in cells)
     for variant, crossing in crossovers(cells).items():
+        rungs = [c.concurrency for c in cells if c.variant == variant]
+        lowest, highest = min(rungs), max(rungs)
         if crossing is None:
             said.append(
-                f"{variant} is ahead of plain serving at the top of this ladder (concurrency {highest})."
+                f"{variant} is ahead of plain serving up to concurrency {highest}, the highest it was measured at."
             )
         elif crossing <= lowest:
-            said.append(f"{variant} does not pay at any concurrency of this ladder.")
+            said.append(f"{variant} does not pay at any concurrency that it was measured at.")
         else:
             said.append(
                 f"{variant} no longer pays from concurrency {crossing:.1f} on (interpolated between rungs)."
