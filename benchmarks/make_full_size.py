@@ -22,34 +22,15 @@ from pathlib import Path
 
 import torch
 
+from vllm_domino.bench.cost_model import full_size
 from vllm_domino.config.checkpoint import write_checkpoint
-from vllm_domino.config.draft import DraftConfig
 from vllm_domino.model.drafter import Drafter
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/full-size-build.json"
 ENGINES = ("a100", "l40s", "rtx5090")  # SM80, SM89, SM120
 BOUNDS = {"export_seconds": 180, "export_gb": 8, "build_seconds": 120, "build_gb": 10, "plan_ratio": 1.02}
-CONFIG = DraftConfig(
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=5,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_position_embeddings=40960,
-    vocab_size=151936,
-    block_size=16,
-    mask_token_id=151669,
-    target_layer_ids=(1, 9, 17, 25, 33),
-    num_target_layers=36,
-    emb_dim=256,
-    gru_hidden_dim=1024,
-    shift_label=True,
-    pure_draft_prefix_len=1,
-)
+CONFIG = full_size()[0]
 
 
 def write(folder: Path) -> Path:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from small_drafters import small_config
 
-from vllm_domino.config.draft import DraftConfig
 from vllm_domino.model.drafter import Drafter
 from vllm_domino.runtime import draft_step
 from vllm_domino.runtime.draft_step import DraftStep
@@ -15,25 +15,7 @@ PAGE = 8
 @pytest.fixture(scope="module")
 def drafter():
     torch.manual_seed(0)
-    config = DraftConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        max_position_embeddings=512,
-        vocab_size=61,
-        block_size=6,
-        mask_token_id=60,
-        target_layer_ids=(0, 2),
-        emb_dim=8,
-        gru_hidden_dim=12,
-        shift_label=True,
-        pure_draft_prefix_len=1,
-    )
+    config = small_config(vocab_size=61, block_size=6, mask_token_id=60, emb_dim=8, gru_hidden_dim=12)
     model = Drafter(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
