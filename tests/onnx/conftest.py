@@ -19,11 +19,14 @@ CPU = EngineRecipe(name="cpu", backend="onnxruntime", dtype="float32", providers
 # name -> config changes, recipe changes; every one has another combination of label alignment, prefix and head
 VARIANTS = {
     "shift": ({"block_size": 4}, {}),
-    "no-shift": ({"block_size": 4, "shift_label": False, "pure_draft_prefix_len": 0, "num_hidden_layers": 1}, {}),
+    "no-shift": (
+        {"block_size": 4, "shift_label": False, "pure_draft_prefix_len": 0, "num_hidden_layers": 1},
+        {"short_blocks": (2, 3)},
+    ),
     "dflash": ({"block_size": 4, "num_key_value_heads": 4, **DFLASH}, {}),
     "pool": (
         {"block_size": 4, "num_key_value_heads": 1, "pure_draft_prefix_len": 2},
-        {"candidate_pool": 9, "scores": True},
+        {"candidate_pool": 9, "scores": True, "short_blocks": (3,)},
     ),
 }  # fmt: skip
 

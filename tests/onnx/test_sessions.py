@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from small_drafters import random_weights, small_config
@@ -59,6 +61,23 @@ def test_every_id_of_over_a_thousand_contexts(engines, name):
             seen += batch
             distinct |= set(expected[0].flatten().tolist())
     assert len(distinct) > 30  # the drafts are not all one token
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("no-shift", {1: 2, 2: 3, 3: 4}), ("pool", {3: 3, 4: 4})])
+def test_short_blocks_draft_what_pytorch_drafts_in_a_short_block(engines, name, sizes):
+    """`sizes`: K that the session offers -> block that it comes from."""
+    checkpoint, engine = engines(name)
+    tables = _tables()
+    session, found = _open(engine, *tables), read_checkpoint(checkpoint)
+    assert session.draft_sizes == tuple(sizes)
+    for count, block in sizes.items():
+        short = dataclasses.replace(found, config=dataclasses.replace(found.config, block_size=block))
+        drafter = Drafter.from_checkpoint(short, session.options).eval()
+        for batch, context in ((1, 0), (5, 17), (33, 40)):
+            case = _case(session.config, batch, context, torch.Generator().manual_seed(batch))
+            out = torch.full((batch, count), -1)
+            session.draft(*case, out)
+            assert torch.equal(out, drafter.draft(*case, *tables)[0]), (count, batch)
 
 
 def test_scores_equal_the_references(engines):

@@ -83,7 +83,11 @@ def build_test_engine(folder: Path) -> Path:
     except ValueError:
         export = ExportRecipe(name="tiny", checkpoint=str(DOMINO), target=str(TARGET), verify_context=256)
         device = EngineRecipe(
-            name="cpu", backend="onnxruntime", dtype="float32", providers=("CPUExecutionProvider",)
+            name="cpu",
+            backend="onnxruntime",
+            dtype="float32",
+            providers=("CPUExecutionProvider",),
+            short_blocks=(4, 8),
         )
         build_engine(export, device, engine, export_root=root / "export")
     return engine

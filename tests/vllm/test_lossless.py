@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from harness import MAX_LEN, Counters, chi_square_p, generate, proposer_of, sized_prompts, tokens
+from harness import (
+    MAX_LEN,
+    Counters,
+    Trace,
+    chi_square_p,
+    generate,
+    open_llm,
+    proposer_of,
+    sized_prompts,
+    speculative,
+    tokens,
+)
 from vllm import SamplingParams
 
 MAX_TOKENS = 24
@@ -41,6 +52,18 @@ def test_greedy_output_is_the_target_s_at_every_concurrency(served, prompts, par
         assert not different, f"concurrency {concurrency}: {len(different)} of {len(prompts)} outputs differ"
         assert counted.drafts > len(prompts)
         assert counted.failures == 0
+
+
+def test_draft_tokens_by_load(engine, prompts, params, expected, tmp_path):
+    """vLLM's own schedule: a step asks for the draft tokens of its batch size and gets just as many."""
+    trace = Trace(tmp_path / "drafts.jsonl")
+    spec = speculative(engine) | {
+        "num_speculative_tokens_per_batch_size": [[1, 1, 15], [2, 4, 7], [5, 32, 3]]
+    }
+    with open_llm(spec, trace=trace.path) as llm:
+        found = tokens(generate(llm, prompts, params, concurrency=8))
+    assert found == expected
+    assert {len(drafts) for _, _, drafts in trace.take()} == {3, 7, 15}
 
 
 class Remembering:

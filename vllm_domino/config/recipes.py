@@ -20,6 +20,12 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _ascending_sizes(value: tuple[int, ...], least: int) -> tuple[int, ...]:
+    if list(value) != sorted(set(value)) or (value and value[0] < least):
+        raise ValueError(f"must be ascending sizes from {least}, found {list(value)}")
+    return value
+
+
 class ExportRecipe(_Strict):
     """One draft checkpoint and how its graphs are made.
 
@@ -28,6 +34,9 @@ class ExportRecipe(_Strict):
     candidate_pool: tokens that the head scores, those that lead the base logits; 0 is the whole vocabulary.
     scores: graphs also return the probability of every draft token.
     draft_tokens: tokens drafted per block, for servers that verify fewer than a block; 0 is all of them.
+    short_blocks: further block sizes below the drafter's own, ascending, each a graph of its own over the same
+        weights. A step that is asked for few draft tokens takes the shortest block that gives them, which costs
+        in proportion; its drafts differ a little from the whole block's first ones.
     verify_context: longest context of the check against PyTorch.
     """
 
@@ -40,7 +49,13 @@ class ExportRecipe(_Strict):
     candidate_pool: int = Field(default=0, ge=0)
     scores: bool = False
     draft_tokens: int = Field(default=0, ge=0)
+    short_blocks: tuple[int, ...] = ()
     verify_context: int = Field(default=2048, ge=1)
+
+    @field_validator("short_blocks")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return _ascending_sizes(value, 2)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -49,7 +64,7 @@ class ExportRecipe(_Strict):
     def with_overrides(self, engine: EngineRecipe) -> ExportRecipe:
         """This recipe with what the engine decides: dtype, and the head options that it names."""
         updates: dict[str, Any] = {"dtype": engine.dtype}
-        for key in ("candidate_pool", "scores", "draft_tokens"):
+        for key in ("candidate_pool", "scores", "draft_tokens", "short_blocks"):
             if getattr(engine, key) is not None:
                 updates[key] = getattr(engine, key)
         return self.model_copy(update=updates)
@@ -61,6 +76,7 @@ class ExportRecipe(_Strict):
         parts += [f"pool{self.candidate_pool}"] if self.candidate_pool else []
         parts += ["scores"] if self.scores else []
         parts += [f"k{self.draft_tokens}"] if self.draft_tokens else []
+        parts += [f"b{size}" for size in self.short_blocks]
         return "-".join(parts)
 
 
@@ -70,7 +86,7 @@ class EngineRecipe(_Strict):
     compute_capability: of the GPU, "8.9"; only for a GPU backend.
     batch_buckets, context_buckets: sizes that the engine is built (and, on a GPU, captured) for, ascending.
     draft_window: newest context tokens that a draft step reads.
-    candidate_pool, scores, draft_tokens: override the export recipe's; None leaves them.
+    candidate_pool, scores, draft_tokens, short_blocks: override the export recipe's; None leaves them.
     providers: ONNX Runtime execution providers in order of preference.
     options: passed to the backend's builder or session as they are.
     """
@@ -85,15 +101,19 @@ class EngineRecipe(_Strict):
     candidate_pool: int | None = Field(default=None, ge=0)
     scores: bool | None = None
     draft_tokens: int | None = Field(default=None, ge=0)
+    short_blocks: tuple[int, ...] | None = None
     providers: tuple[str, ...] = ()
     options: dict[str, bool | int | float | str] = {}
 
     @field_validator("batch_buckets", "context_buckets")
     @classmethod
     def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if list(value) != sorted(set(value)) or (value and value[0] < 1):
-            raise ValueError(f"must be ascending sizes from 1, found {list(value)}")
-        return value
+        return _ascending_sizes(value, 1)
+
+    @field_validator("short_blocks")
+    @classmethod
+    def _ascending_blocks(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return None if value is None else _ascending_sizes(value, 2)
 
     @field_validator("compute_capability")
     @classmethod
@@ -115,6 +135,11 @@ class EngineRecipe(_Strict):
             if self.dtype == "float32":
                 raise ValueError(
                     "dtype 'float32' has no fused attention on a GPU; use 'float16' or 'bfloat16'"
+                )
+            if self.short_blocks:
+                raise ValueError(
+                    "short_blocks are for backend 'onnxruntime' only: a plan holds its weights, so every further "
+                    "block would hold them again; remove the key, or build one engine per draft_tokens"
                 )
             if self.providers:
                 raise ValueError("providers are for backend 'onnxruntime' only")

@@ -124,7 +124,13 @@ def _exported(checkpoint: DraftCheckpoint, recipe: ExportRecipe, folder: Path, s
         draft_tokens=recipe.draft_tokens or None,
     )
     return export_graphs(
-        checkpoint, options, recipe.torch_dtype, folder, verify_context=recipe.verify_context, progress=say
+        checkpoint,
+        options,
+        recipe.torch_dtype,
+        folder,
+        short_blocks=recipe.short_blocks,
+        verify_context=recipe.verify_context,
+        progress=say,
     )
 
 

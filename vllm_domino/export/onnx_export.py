@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from copy import copy
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import onnx_ir as ir
 import torch
@@ -18,12 +21,13 @@ from torch import Tensor, nn
 
 import vllm_domino
 from vllm_domino.config.checkpoint import DraftCheckpoint, read_checkpoint
+from vllm_domino.config.draft import DraftConfig
 from vllm_domino.config.recipes import SHORT_DTYPES, ExportRecipe
 from vllm_domino.export.contract import FLOAT, GraphSpec, block_graph, context_graph
-from vllm_domino.export.graphs import BlockGraph, ContextGraph, ExportDrafter, graph_form
+from vllm_domino.export.graphs import BlockGraph, ContextGraph, ExportDrafter, GraphForm, graph_form
 from vllm_domino.export.report import EXPORT_FILE, VOCAB_FILE, ExportReport, FileEntry, GraphEntry, HeadEntry
 from vllm_domino.export.verify import verify_graphs
-from vllm_domino.files import require_space, staged_directory
+from vllm_domino.files import require_space, sha256_file, staged_directory
 from vllm_domino.model.drafter import Drafter, HeadOptions
 
 OPSET = 23
@@ -54,6 +58,7 @@ def run_export_recipe(
         options,
         recipe.torch_dtype,
         folder,
+        short_blocks=recipe.short_blocks,
         verify_context=recipe.verify_context,
         progress=progress,
     )
@@ -65,6 +70,7 @@ def export_graphs(
     dtype: torch.dtype,
     out_dir: Path,
     *,
+    short_blocks: tuple[int, ...] = (),
     verify_context: int = 2048,
     verify: bool = True,
     progress: Progress | None = None,
@@ -75,6 +81,7 @@ def export_graphs(
 
     Args:
         dtype: float32, float16 or bfloat16; it also decides the form of the graphs (see `graphs`).
+        short_blocks: block sizes that get a graph of their own, `block-SIZE.onnx`, beside the whole block's.
         verify_context: longest context that is checked.
         verify: leave out the check only where another one follows.
         progress: called with one line per stage.
@@ -86,6 +93,7 @@ def export_graphs(
     say, start = progress or (lambda _: None), time.monotonic()
     drafter = Drafter.from_checkpoint(checkpoint, options, dtype).eval()
     form = graph_form(dtype)
+    shorter = [_shortened(drafter, size) for size in short_blocks]
     specs = context_graph(checkpoint.config), block_graph(checkpoint.config, options)
     weight_bytes = sum(p.numel() * p.element_size() for p in drafter.parameters())
     require_space(out_dir.parent, int(weight_bytes * 1.1))
@@ -104,9 +112,14 @@ def export_graphs(
             )
             del model
         del modules, module
+        short_specs = tuple(_write_short_block(short, form, stage, say) for short in shorter)
         verification = None
         if verify:
             verification = verify_graphs(drafter, stage, verify_context=verify_context, progress=say)
+            for short in shorter:
+                verify_graphs(
+                    short, stage, verify_context=verify_context, progress=say, block=_short_name(short.config)
+                )
         _write_vocabulary(checkpoint, stage)
         say("computing digests")
         report = ExportReport(
@@ -119,7 +132,10 @@ def export_graphs(
             form=form,
             opset=OPSET,
             weight_bytes=weight_bytes,
-            graphs={spec.name: GraphEntry.of(spec, f"{spec.name}.onnx", _name(dtype)) for spec in specs},
+            graphs={
+                spec.name: GraphEntry.of(spec, f"{spec.name}.onnx", _name(dtype))
+                for spec in (*specs, *short_specs)
+            },
             files={path.name: FileEntry.of(path) for path in sorted(stage.iterdir())},
             verification=verification,
             versions=tool_versions("torch", "onnx", "onnxscript", "onnx-ir"),
@@ -128,6 +144,46 @@ def export_graphs(
         (stage / EXPORT_FILE).write_text(report.model_dump_json(indent=2) + "\n")
     say(f"wrote {out_dir} in {report.seconds:.0f} s")
     return report
+
+
+def _short_name(config: DraftConfig) -> str:
+    return f"block-{config.block_size}"
+
+
+def _shortened(drafter: Drafter, size: int) -> Drafter:
+    """The same drafter, weights shared, on blocks of `size` tokens.
+
+    Raises:
+        ValueError: not shorter than the drafter's own block, or too short for its pure prefix.
+    """
+    whole = drafter.config
+    if not size < whole.block_size:
+        raise ValueError(
+            f"short_blocks contains {size}, a block of this drafter has {whole.block_size}; leave {size} out"
+        )
+    short = copy(drafter)
+    short.config = dataclasses.replace(whole, block_size=size)
+    short.options = dataclasses.replace(drafter.options, draft_tokens=None)
+    return short
+
+
+def _write_short_block(drafter: Drafter, form: GraphForm, stage: Path, say: Progress) -> GraphSpec:
+    """Write `block-SIZE.onnx`, which reads its weights from `block.onnx.data`.
+
+    A block of one draft token has no use for the GRU's recurrent weights: it gets a weight file of its own.
+    """
+    name, dtype = _short_name(drafter.config), next(drafter.parameters()).dtype
+    spec = dataclasses.replace(block_graph(drafter.config, drafter.options), name=name)
+    say(f"tracing the {name} graph ({SHORT_DTYPES[_name(dtype)]}, {form})")
+    model = trace(BlockGraph(ExportDrafter(drafter, form)), spec, dtype)
+    shared = "block.onnx.data"
+    with TemporaryDirectory(dir=stage) as apart:
+        ir.save(model, Path(apart, f"{name}.onnx"), external_data=shared, size_threshold_bytes=1024)
+        if sha256_file(Path(apart, shared)) == sha256_file(stage / shared):
+            Path(apart, f"{name}.onnx").replace(stage / f"{name}.onnx")
+            return spec
+    ir.save(model, stage / f"{name}.onnx", external_data=f"{name}.onnx.data", size_threshold_bytes=1024)
+    return spec
 
 
 def _write_vocabulary(checkpoint: DraftCheckpoint, stage: Path) -> None:

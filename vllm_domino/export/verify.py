@@ -61,9 +61,15 @@ class TargetTables:
 
 
 def verify_graphs(
-    drafter: Drafter, folder: Path, *, verify_context: int, progress: Callable[[str], None], seed: int = 0
+    drafter: Drafter,
+    folder: Path,
+    *,
+    verify_context: int,
+    progress: Callable[[str], None],
+    seed: int = 0,
+    block: str = "block",
 ) -> Verification:
-    """Run `folder`'s graphs beside `drafter` (in the graphs' dtype).
+    """Run `folder`'s context graph and the graph named `block` beside `drafter` (in the graphs' dtype).
 
     Raises:
         ValueError: a draft id differs by more than rounding, or a context row is off.
@@ -81,8 +87,8 @@ def verify_graphs(
         with FullPrecision():
             references = [drafter.draft(*case, tables.embedding, tables.lm_head)[0] for case in cases]
         agreeing = _agreement(drafter, cases, references, tables)
-        progress("checking the block graph")
-        graph = CpuGraph(folder / "block.onnx", block_graph(drafter.config, drafter.options))
+        progress(f"checking the {block} graph")
+        graph = CpuGraph(folder / f"{block}.onnx", block_graph(drafter.config, drafter.options))
         drafts = equal = ties = 0
         for case, expected in zip(cases, references, strict=True):
             found = graph.run(*case, tables.embedding, tables.lm_head)[0]

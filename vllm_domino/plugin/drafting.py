@@ -99,14 +99,24 @@ class Drafting(nn.Module):
         return True
 
     def draft(
-        self, anchor_ids: Tensor, positions: Tensor, block_table: Tensor, max_context: int
+        self,
+        anchor_ids: Tensor,
+        positions: Tensor,
+        block_table: Tensor,
+        max_context: int,
+        num_tokens: int | None = None,
     ) -> Tensor | None:
-        """Draft ids [B, K'] with K' = num_speculative_tokens, a view of a static buffer; None when the step failed."""
+        """Draft ids [B, num_tokens], a view of a static buffer; None when the step failed.
+
+        num_tokens: this step's number of draft tokens, where vLLM lets it depend on the load; None is
+            `num_speculative_tokens`.
+        """
         if self._pending:  # rows that the drafts would read are not written yet
             return None
         start = time.perf_counter()
         try:
-            drafts = self.step.draft(anchor_ids, positions, block_table, max_context)[:, : self.num_tokens]
+            count = num_tokens or self.num_tokens
+            drafts = self.step.draft(anchor_ids, positions, block_table, max_context, count)[:, :count]
             self._check_range(drafts)
         except Exception as error:  # as above
             self._failed("drafts", error)

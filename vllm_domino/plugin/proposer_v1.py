@@ -71,7 +71,9 @@ class DominoProposer(DFlashProposer):
         stored = self.model.store_context(target_hidden_states, target_positions, slots)
         drafts = None
         if stored and num_speculative_tokens and not self._all_prefilling(anchors.shape[0]):
-            drafts = self.model.draft(next_token_ids, anchors, meta.block_table_tensor, meta.max_seq_len)
+            drafts = self.model.draft(
+                next_token_ids, anchors, meta.block_table_tensor, meta.max_seq_len, num_speculative_tokens
+            )
         return self._result(drafts, anchors, num_speculative_tokens)
 
     def _all_prefilling(self, batch: int) -> bool:
@@ -84,13 +86,13 @@ class DominoProposer(DFlashProposer):
         if self._ragged:
             if drafts is None:
                 return [[] for _ in range(anchors.shape[0])]
-            rows = drafts[:, :count].tolist()
+            rows = drafts.tolist()
             if int(anchors.max()) <= room:
                 return rows
             return [row if anchor <= room else [] for row, anchor in zip(rows, anchors.tolist(), strict=True)]
         if drafts is None:
             return torch.zeros(anchors.shape[0], count, dtype=torch.int64, device=anchors.device)
-        return torch.where((anchors <= room).unsqueeze(1), drafts[:, :count], 0)
+        return torch.where((anchors <= room).unsqueeze(1), drafts, 0)
 
 
 def _without_rejected(slots: Tensor, meta: Any, num_rejected: Tensor) -> Tensor:

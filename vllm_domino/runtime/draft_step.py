@@ -40,7 +40,7 @@ class DraftStep:
         """
         config = session.config
         self.session, self.draft_window, self.device = session, draft_window, device
-        self.num_draft_tokens, self.vocab_size = session.options.drafts_of(config), config.vocab_size
+        self.vocab_size = config.vocab_size
         self.row_shape = config.context_row_shape
         self.row_size = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
         self._context_sizes = _context_sizes(session, draft_window)
@@ -63,8 +63,11 @@ class DraftStep:
         self._anchor_ids = torch.zeros(batch, **ints)
         self._anchor_positions = torch.zeros(batch, **ints)
         self._lengths, self._first = torch.zeros(batch, **ints), torch.zeros(batch, **ints)
-        self._block_drafts = torch.zeros(batch, self.num_draft_tokens, **ints)
-        self._drafts = torch.zeros(batch, self.num_draft_tokens, **ints)
+        # by K: what the session writes, and the same of a whole batch that was drafted in slices
+        self._drafts = {
+            size: (torch.zeros(batch, size, **ints), torch.zeros(batch, size, **ints))
+            for size in session.draft_sizes
+        }
         self._offsets = torch.arange(self._context_sizes[-1], **ints)
         self._cache: Tensor | None = None  # [slots, row_size]
         self._page_size = 0
@@ -111,7 +114,12 @@ class DraftStep:
         self._cache.index_copy_(0, slots.clamp_min(0), rows.view(count, self.row_size))
 
     def draft(
-        self, anchor_ids: Tensor, anchor_positions: Tensor, block_table: Tensor, max_context: int
+        self,
+        anchor_ids: Tensor,
+        anchor_positions: Tensor,
+        block_table: Tensor,
+        max_context: int,
+        num_tokens: int | None = None,
     ) -> Tensor:
         """Draft one block per request.
 
@@ -119,21 +127,28 @@ class DraftStep:
             anchor_ids, anchor_positions: [B], any integer dtype; the context is every position below the anchor.
             block_table: [B, pages] int32, page numbers.
             max_context: an upper bound of `anchor_positions`, known on the host.
+            num_tokens: draft tokens wanted; None is as many as there are.
 
         Returns:
-            [B, K] int64, a view of a static buffer, good until the next call.
+            [B, K] int64, K the session's smallest size with `num_tokens`; a view of a static buffer, good until
+            the next call.
         """
         batch = anchor_ids.shape[0]
+        size = _padded(num_tokens or self.session.draft_sizes[-1], self.session.draft_sizes)
+        drafts = self._drafts[size][1]
         context = _padded(min(max_context, self.draft_window), self._context_sizes)
         step = _slice_size(max(1, self._gather_rows // context), self.session.batch_buckets)
         for start in range(0, batch, step):
             piece = slice(start, min(start + step, batch))
-            self._draft_piece(anchor_ids[piece], anchor_positions[piece], block_table[piece], context, start)
-        return self._drafts[:batch]
+            found = self._draft_piece(
+                anchor_ids[piece], anchor_positions[piece], block_table[piece], context, size
+            )
+            drafts[piece].copy_(found)
+        return drafts[:batch]
 
     def _draft_piece(
-        self, ids: Tensor, positions: Tensor, block_table: Tensor, context: int, start: int
-    ) -> None:
+        self, ids: Tensor, positions: Tensor, block_table: Tensor, context: int, size: int
+    ) -> Tensor:
         count = ids.shape[0]
         batch = _padded(count, self.session.batch_buckets)
         self._anchor_ids[:count].copy_(ids)
@@ -144,7 +159,7 @@ class DraftStep:
         self._lengths[count:batch].zero_()
         if context and self._cache is not None:
             self._gather(block_table, count, context)
-        out = self._block_drafts[:batch]
+        out = self._drafts[size][0][:batch]
         out.fill_(-1)  # a session that fills too little is caught by the caller's range check
         self.session.draft(
             self._anchor_ids[:batch],
@@ -153,7 +168,7 @@ class DraftStep:
             self._lengths[:batch],
             out,
         )
-        self._drafts[start : start + count].copy_(out[:count])
+        return out[:count]
 
     def _gather(self, block_table: Tensor, count: int, context: int) -> None:
         """Bring the newest `lengths` context rows of every request to the front of its part of the buffer."""

@@ -47,7 +47,12 @@ class OnnxSession:
             "context": _range(manifest.context_buckets),
         }
         self._context = _Graph(folder, manifest, manifest.graphs["context"], device, axes)
-        self._block = _Graph(folder, manifest, manifest.graphs["block"], device, axes)
+        self._blocks = {
+            entry.outputs[0].shape[1]: _Graph(folder, manifest, entry, device, axes)
+            for name, entry in manifest.graphs.items()
+            if name != "context"
+        }  # by K
+        self.draft_sizes = tuple(sorted(int(size) for size in self._blocks))
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def bind_target(self, embedding: Tensor, lm_head: Tensor) -> None:
@@ -76,21 +81,23 @@ class OnnxSession:
         if self._tables is None:
             raise RuntimeError("the session is closed, or bind_target has not been called")
         inputs = (anchor_ids, anchor_positions, context_kv, context_lengths, *self._tables)
-        outputs = (out, *self._score_buffers(out.shape[0])) if self.options.scores else (out,)
-        self._block.run(inputs, outputs)
+        block = self._blocks[out.shape[1]]
+        outputs = (out, *self._score_buffers(block.entry, out.shape[0])) if self.options.scores else (out,)
+        block.run(inputs, outputs)
 
     def close(self) -> None:
         self._tables = None
         self._context.close()
-        self._block.close()
+        for block in self._blocks.values():
+            block.close()
 
-    def _score_buffers(self, batch: int) -> list[Tensor]:
-        """Views [batch, …] of buffers that grow to the largest batch seen."""
+    def _score_buffers(self, graph: GraphEntry, batch: int) -> list[Tensor]:
+        """Views [batch, …] of buffers that grow to the largest batch seen; another block makes them anew."""
         views = []
-        for entry in self._block.entry.outputs[1:]:
+        for entry in graph.outputs[1:]:
             shape = (batch, *entry.shape[1:])
             held = self.scores.get(entry.name)
-            if held is None or held.shape[0] < batch:
+            if held is None or held.shape[0] < batch or held.shape[1:] != shape[1:]:
                 held = torch.empty(shape, dtype=getattr(torch, entry.dtype), device=self.device)
                 self.scores[entry.name] = held
             views.append(held[:batch])

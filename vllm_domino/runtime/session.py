@@ -20,6 +20,7 @@ class DraftSession(Protocol):
         backend: name for logs and metrics ("pytorch", "onnxruntime", "tensorrt", "tensorrt_rtx").
         context_buckets: context lengths S that `draft` may be called with, ascending; empty means any S.
         batch_buckets: batch sizes B that `draft` may be called with, ascending; empty means any B.
+        draft_sizes: numbers of draft tokens K that `draft` may be asked for, ascending; the last is the options' own.
 
     `context_rows` and `draft` read and write the tensors they are given, in place, on the caller's stream:
     on a GPU they neither allocate nor wait. A failed run raises `RuntimeError` and leaves `out` undefined.
@@ -31,6 +32,7 @@ class DraftSession(Protocol):
     backend: str
     context_buckets: tuple[int, ...]
     batch_buckets: tuple[int, ...]
+    draft_sizes: tuple[int, ...]
 
     def bind_target(self, embedding: Tensor, lm_head: Tensor) -> None:
         """Take the target's embedding [V, H] and LM head [V, H] by reference.
@@ -50,7 +52,10 @@ class DraftSession(Protocol):
         context_lengths: Tensor,
         out: Tensor,
     ) -> None:
-        """From anchors, positions, lengths [B] and context [B, S, L, 2, Hkv, D] to out [B, K]; contiguous."""
+        """From anchors, positions, lengths [B] and context [B, S, L, 2, Hkv, D] to out [B, K]; contiguous.
+
+        K is one of `draft_sizes`.
+        """
 
     def close(self) -> None:
         """Free what the session holds. Idempotent."""

@@ -62,6 +62,7 @@ class TensorRTSession:
     ):
         self.backend, self.config, self.options = backend, config, options
         self.dtype, self.device = dtype, device
+        self.draft_sizes: tuple[int, ...] = (options.drafts_of(config),)
         self.context_buckets = tuple(context_buckets)
         self.batch_buckets = _needed(tuple(batch_buckets), max_batch)
         self._vocab_ids, self._own_lm_head = vocab_ids, lm_head

@@ -22,6 +22,7 @@ class TorchSession:
         """own_lm_head: [V_head, H], where the checkpoint of a reduced vocabulary ships its own rows."""
         self.drafter = drafter.to(device=device, dtype=dtype).eval()
         self.config, self.options, self.dtype = drafter.config, drafter.options, dtype
+        self.draft_sizes: tuple[int, ...] = (drafter.num_draft_tokens,)
         self._own_lm_head = own_lm_head
         self._embedding: Tensor | None = None
         self._lm_head: Tensor | None = None

@@ -106,6 +106,6 @@ def _draft(
     rows = features.new_empty(batch * context, *session.config.context_row_shape)
     session.context_rows(features, places, rows)
     rows = rows.view(batch, context, *session.config.context_row_shape)
-    out = anchors.new_empty(batch, session.config.num_draft_tokens)
+    out = anchors.new_empty(batch, session.draft_sizes[-1])
     session.draft(anchors, positions, rows, lengths, out)
     return rows.float(), out.cpu()
