@@ -53,6 +53,11 @@ class Provenance(BaseModel):
     hashes: dict[str, str]
     data: dict[str, str]
 
+    def same_source(self, other: Provenance) -> bool:
+        """Whether both would measure the same thing on the same machine."""
+        names = ("commit", "versions", "machine", "hashes", "data")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
 
 def collect(suite: Suite, suite_path: Path, data: dict[str, str]) -> Provenance:
     """Provenance of a run of `suite`."""

@@ -20,7 +20,7 @@ from vllm_domino.bench.datasets import grade_of
 from vllm_domino.bench.grading import is_right
 from vllm_domino.bench.memory import tree_memory
 from vllm_domino.bench.preflight import Plan
-from vllm_domino.bench.provenance import collect
+from vllm_domino.bench.provenance import Provenance, collect
 from vllm_domino.bench.result import BenchResult, Counters, Failure, Requests, Run, load_result, save_result
 from vllm_domino.bench.server import Metrics, ServerError, ServerSpec, VllmServer, free_port
 from vllm_domino.bench.suite import DataSettings, Suite
@@ -48,10 +48,14 @@ class SuiteRun:
         fresh: bool = False,
         say: Progress = print,
     ) -> SuiteRun:
-        """Continue the newest result of this very suite that lacks variants or repeats, or start a new one."""
+        """Continue the newest result of this very suite that lacks variants or repeats, or start a new one.
+
+        Only what the same code, versions, recipes and weights measured is continued: one file, one provenance.
+        """
         suite = plan.suite
         repeats = repeats or suite.repeats
-        path = None if fresh else _unfinished(results, plan, repeats)
+        provenance = collect(suite, plan.path, plan.digests)
+        path = None if fresh else _unfinished(results, plan, repeats, provenance)
         if path is not None:
             result = load_result(path)
             result.failures = []
@@ -62,7 +66,7 @@ class SuiteRun:
                 suite=suite.model_dump(mode="json", exclude_none=True),
                 fingerprint=_fingerprint(plan),
                 started_at=now(),
-                provenance=collect(suite, plan.path, plan.digests),
+                provenance=provenance,
             )
         return cls(plan, path, result, work / path.stem, repeats, say)
 
@@ -244,7 +248,7 @@ def _fingerprint(plan: Plan) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _unfinished(results: Path, plan: Plan, repeats: int) -> Path | None:
+def _unfinished(results: Path, plan: Plan, repeats: int, now_there: Provenance) -> Path | None:
     wanted = _fingerprint(plan)
     for path in sorted(
         results.glob(f"{plan.suite.name}-*.json"), key=lambda p: p.stat().st_mtime, reverse=True
@@ -252,7 +256,7 @@ def _unfinished(results: Path, plan: Plan, repeats: int) -> Path | None:
         with contextlib.suppress(ValueError):
             found = load_result(path)
             lacking = not found.finished or max((run.repeat for run in found.runs), default=0) + 1 < repeats
-            if lacking and found.fingerprint == wanted:
+            if lacking and found.fingerprint == wanted and now_there.same_source(found.provenance):
                 return path
     return None
 

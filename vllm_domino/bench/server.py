@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -34,6 +35,16 @@ TAIL_LINES = 40
 TAIL_COLUMNS = 300
 # Quiet and offline: a benchmark neither reports usage nor looks for newer files of a model it was handed.
 SERVER_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
+
+
+def _ask_to_die_with_parent() -> None:
+    """Have Linux end the server when this process is killed outright, which leaves it no time to stop anything."""
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class ServerError(RuntimeError):
@@ -110,6 +121,7 @@ class VllmServer:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **SERVER_ENV, **preloads(), **self.spec.env},
                 start_new_session=True,
+                preexec_fn=_ask_to_die_with_parent if _LIBC else None,
             )
         atexit.register(self.stop)
 
