@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
+import re
 import subprocess
 import sys
 import time
@@ -21,13 +23,13 @@ from vllm_domino.train.run_dir import file_digest
 
 DRAFTER = {
     "num_hidden_layers": 3,
-    "gru_hidden_dim": 512,
-    "emb_dim": 256,
-    "target_layer_ids": [0, 1, 2],
+    "gru_hidden_dim": 256,
+    "emb_dim": 128,
+    "target_layer_ids": [1, 4, 7, 10],
     "num_anchors": 16,
     "batch_size": 16,
     "max_length": 512,
-    "steps": 1400,
+    "steps": 2000,
     "optimizer": "muon",
     "learning_rate": 2e-3,
     "matrix_learning_rate": 3e-3,
@@ -87,8 +89,18 @@ def run_target(questions: Path, out: Path, processes: int, **changes) -> dict:
 
 
 def regenerate_shards(target: Path, pairs: Path, work: Path) -> list[Path]:
-    """Greedy answers to all questions, every SHARDS-th one by the same engine; returns one file per engine."""
+    """Greedy answers to all questions and to a variation of each; every SHARDS-th one comes from the same engine.
+
+    The target was trained on the questions and knows their answers better than any others': a drafter that sees
+    only those learns a surer target than it will meet.
+
+    Returns:
+        One file per engine.
+    """
+    import transformers.models.auto  # noqa: F401  (two threads that import it at once break each other)
+
     messages, _ = load_prompts(str(pairs), "train", strict=True)
+    messages = [message for one in messages for message in (one, other_numbers(one))]
     files = [work / f"regenerated-{shard}.jsonl" for shard in range(SHARDS)]
 
     def answer(shard: int) -> None:
@@ -98,6 +110,17 @@ def regenerate_shards(target: Path, pairs: Path, work: Path) -> list[Path]:
     with ThreadPoolExecutor(SHARDS) as pool:
         list(pool.map(answer, range(SHARDS)))
     return files
+
+
+def other_numbers(messages: list[dict]) -> list[dict]:
+    """The same question with other digits: new to the target, and like what it was trained on."""
+    digits = random.Random(json.dumps(messages))
+
+    def other(found: re.Match[str]) -> str:
+        first, rest = digits.choice("123456789"), found[0][1:]
+        return first + "".join(digits.choice("0123456789") for _ in rest)
+
+    return [one | {"content": re.sub(r"\d+", other, one["content"])} for one in messages]
 
 
 def drafter_command(target: Path, data: list[Path], out: Path, changes: dict) -> list[str]:
