@@ -1,7 +1,9 @@
 """Prompts, regenerated data and batches: what is read, what is refused, what a killed run leaves behind."""
 
+import gzip
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from vllm_domino.train.evaluate import summarize
 from vllm_domino.train.recipe import DrafterRecipe, parse_changes
 from vllm_domino.train.regenerate import messages_of, read_prompts
 from vllm_domino.train.replay import replay_rounds
-from vllm_domino.train.tiny import METHODS, card, recipe_of
+from vllm_domino.train.smollm2 import code_questions
+from vllm_domino.train.tiny import METHODS, card, other_numbers, recipe_of
 from vllm_domino.train.tokenizer import MASK, train_tokenizer
 
 
@@ -128,6 +131,25 @@ def test_the_shipped_recipes_differ_in_the_drafter_alone():
     assert recipes["domino"].steps == recipes["dflash"].steps == recipes["eagle3"].steps
     assert recipes["domino"].seed == recipes["dflash"].seed
     assert recipes["domino"].num_hidden_layers == recipes["dflash"].num_hidden_layers
+
+
+def test_a_variation_of_a_question_differs_in_its_digits_alone():
+    question = [{"role": "user", "content": "Ann has 48 pens and 5 boxes of 120. How many pens has she?"}]
+    found = other_numbers(question)
+    assert found == other_numbers(question)  # the same in every run
+    assert found != question
+    (text,) = (message["content"] for message in found)
+    assert re.sub(r"\d", "0", text) == re.sub(r"\d", "0", question[0]["content"])
+    assert all(number[0] != "0" for number in re.findall(r"\d+", text))
+
+
+def test_humaneval_prompts_become_requests(tmp_path):
+    line = json.dumps({"task_id": "HumanEval/0", "prompt": "def one():\n    pass\n"}) + "\n"
+    (tmp_path / "code.jsonl").write_text(line)
+    (tmp_path / "code.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    expected = ["Complete this Python function:\n```python\ndef one():\n    pass\n```"]
+    assert code_questions(tmp_path / "code.jsonl") == expected
+    assert code_questions(tmp_path / "code.jsonl.gz") == expected
 
 
 def test_cards_name_steps_seed_and_hash(tmp_path):

@@ -229,6 +229,28 @@ def tiny(
     typer.echo(json.dumps(make_tiny(questions, out, test_data)))
 
 
+@app.command()
+def smollm2(
+    humaneval: Annotated[Path, typer.Option(help="HumanEval's JSONL, gzipped or not.")],
+    train_questions: Annotated[
+        str, typer.Option("--data", help="GSM8K train JSONL, or a Hugging Face id.")
+    ] = "openai/gsm8k",
+    test_questions: Annotated[
+        str, typer.Option("--test-data", help="GSM8K test JSONL, or a Hugging Face id.")
+    ] = "openai/gsm8k",
+    out: Annotated[Path, typer.Option(help="Directory for target, domino, dflash and results.")] = Path(
+        "runs/smollm2"
+    ),
+    questions: Annotated[int, typer.Option(help="Questions of GSM8K to train on.")] = 2000,
+    steps: Annotated[int, typer.Option(help="Training steps of each drafter.")] = 1000,
+) -> None:
+    """Drafters for SmolLM2-135M-Instruct: convert it, let it answer, train Domino and DFlash, measure."""
+    from vllm_domino.train.smollm2 import make_smollm2
+
+    figures = make_smollm2(train_questions, test_questions, humaneval, out, questions=questions, steps=steps)
+    typer.echo(json.dumps(figures))
+
+
 def _relaunch(processes: int) -> int:
     """Run this same command under torchrun; Accelerate finds its processes there."""
     kept, skip = [], False

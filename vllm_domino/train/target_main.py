@@ -15,7 +15,7 @@ from vllm_domino.train.target import TargetRecipe, chat_ids, save_target, train_
 from vllm_domino.train.tokenizer import train_tokenizer
 
 
-def load_pairs(source: str) -> list[dict]:
+def load_pairs(source: str, split: str = "train") -> list[dict]:
     """`question` and `answer` of a JSONL file, or of a Hugging Face data set such as openai/gsm8k."""
     path = Path(source)
     if path.exists():
@@ -29,7 +29,7 @@ def load_pairs(source: str) -> list[dict]:
                 "`pip install datasets`, "
                 "or pass `--data gsm8k_train.jsonl`"
             ) from error
-        rows = list(load_dataset(source, "main", split="train"))
+        rows = list(load_dataset(source, "main", split=split))
     return [{"question": row["question"], "answer": row["answer"]} for row in rows]
 
 

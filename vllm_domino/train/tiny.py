@@ -125,7 +125,11 @@ def other_numbers(messages: list[dict]) -> list[dict]:
 
 def drafter_command(target: Path, data: list[Path], out: Path, changes: dict) -> list[str]:
     """Command line that trains a drafter with the shipped recipe and some changes to it."""
-    values = DRAFTER | METHODS.get(changes.get("method", ""), {}) | changes
+    return recipe_command(target, data, out, DRAFTER | METHODS.get(changes.get("method", ""), {}) | changes)
+
+
+def recipe_command(target: Path, data: list[Path], out: Path, values: dict) -> list[str]:
+    """Command line that trains a drafter with these recipe fields, or goes on with the run in `out`."""
     command = [sys.executable, "-m", "vllm_domino.cli.main", "train", "drafter", "--target", str(target)]
     command += [f"--data={path}" for path in data]
     command += ["--out", str(out), *(f"--set={name}={json.dumps(value)}" for name, value in values.items())]
@@ -134,9 +138,13 @@ def drafter_command(target: Path, data: list[Path], out: Path, changes: dict) ->
 
 def start_drafter(method: str, target: Path, data: list[Path], out: Path) -> subprocess.Popen:
     """Train one of the shipped drafters in the background; its log is `OUT/train.log`."""
+    return in_background(drafter_command(target, data, out, {"method": method}), out)
+
+
+def in_background(command: list[str], out: Path) -> subprocess.Popen:
+    """Start a training command with one thread; its log is `OUT/train.log`."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "train.log").open("a") as log:
-        command = drafter_command(target, data, out, {"method": method})
         return subprocess.Popen(command, env=one_thread(), stdout=log, stderr=log)
 
 
