@@ -27,6 +27,7 @@ class DraftCheckpoint:
     vocab_ids: [V_head] int64, target id of every head row; None for the full vocabulary.
     lm_head: [V_head, H], only where a reduced vocabulary ships its own rows.
     fingerprint: SHA-256 over config.json and every weight file; the same bytes give the same value anywhere.
+    token_frequencies: SHA-256 of the file that a pruned vocabulary was chosen by (see `vocabulary`).
     """
 
     source: str
@@ -36,6 +37,7 @@ class DraftCheckpoint:
     fingerprint: str
     vocab_ids: Tensor | None = None
     lm_head: Tensor | None = None
+    token_frequencies: str | None = None
     raw_config: dict = field(default_factory=dict, repr=False)
 
     @property

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vllm_domino
-from vllm_domino.config.checkpoint import DraftCheckpoint, read_checkpoint
+from vllm_domino.config.checkpoint import DraftCheckpoint
 from vllm_domino.config.recipes import SHORT_DTYPES, ExportRecipe
+from vllm_domino.config.vocabulary import read_recipe_checkpoint
 from vllm_domino.export.contract import FLOAT, GraphSpec, block_graph, context_graph
 from vllm_domino.export.graphs import BlockGraph, ContextGraph, ExportDrafter, graph_form
 from vllm_domino.export.report import EXPORT_FILE, VOCAB_FILE, ExportReport, FileEntry, GraphEntry, HeadEntry
@@ -38,16 +39,12 @@ def run_export_recipe(
     """Read the recipe's checkpoint and export it to `out_dir` (default `export/built/BUILD_NAME`).
 
     Raises:
-        ValueError: as `read_checkpoint` and `export_graphs`.
+        ValueError: as `read_recipe_checkpoint` and `export_graphs`.
     """
     say = progress or (lambda _: None)
     say(f"reading {recipe.checkpoint}")
-    checkpoint = read_checkpoint(recipe.checkpoint, recipe.revision)
-    options = HeadOptions(
-        candidate_pool=recipe.candidate_pool or None,
-        scores=recipe.scores,
-        draft_tokens=recipe.draft_tokens or None,
-    )
+    checkpoint = read_recipe_checkpoint(recipe)
+    options = head_options(recipe)
     folder = out_dir or Path("export/built") / recipe.build_name
     return export_graphs(
         checkpoint,
@@ -56,6 +53,15 @@ def run_export_recipe(
         folder,
         verify_context=recipe.verify_context,
         progress=progress,
+    )
+
+
+def head_options(recipe: ExportRecipe) -> HeadOptions:
+    """The recipe's, where 0 stands for everything."""
+    return HeadOptions(
+        candidate_pool=recipe.candidate_pool or None,
+        scores=recipe.scores,
+        draft_tokens=recipe.draft_tokens or None,
     )
 
 
@@ -114,7 +120,7 @@ def export_graphs(
             revision=checkpoint.revision,
             fingerprint=checkpoint.fingerprint,
             draft=checkpoint.config.to_dict(),
-            head=HeadEntry.of(options),
+            head=HeadEntry.of(options, checkpoint),
             dtype=_name(dtype),  # type: ignore[arg-type]
             form=form,
             opset=OPSET,
