@@ -35,7 +35,8 @@ class DraftStep:
     ):
         """Args:
         session: with the target already bound.
-        max_requests: largest batch. max_rows: largest number of context rows per step.
+        max_requests: largest batch; above the session's largest bucket it is drafted in slices.
+        max_rows: largest number of context rows per step.
         draft_window: newest context tokens that a draft reads.
         """
         config = session.config
@@ -64,7 +65,7 @@ class DraftStep:
         self._anchor_positions = torch.zeros(batch, **ints)
         self._lengths, self._first = torch.zeros(batch, **ints), torch.zeros(batch, **ints)
         self._block_drafts = torch.zeros(batch, self.num_draft_tokens, **ints)
-        self._drafts = torch.zeros(batch, self.num_draft_tokens, **ints)
+        self._drafts = torch.zeros(max(batch, max_requests), self.num_draft_tokens, **ints)
         self._offsets = torch.arange(self._context_sizes[-1], **ints)
         self._cache: Tensor | None = None  # [slots, row_size]
         self._page_size = 0
