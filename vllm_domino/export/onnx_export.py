@@ -110,9 +110,13 @@ def export_graphs(
             )
             del model
         del modules, module
+        checkpoint.page_out()
         verification = None
         if verify:
-            verification = verify_graphs(drafter, stage, verify_context=verify_context, progress=say)
+            del drafter
+            verification = verify_graphs(
+                checkpoint, options, dtype, stage, verify_context=verify_context, progress=say
+            )
         _write_vocabulary(checkpoint, stage)
         say("computing digests")
         report = ExportReport(
