@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import BLOCK, Counters, Trace, capture_log, generate, open_llm, speculative, tokens
+from harness import BLOCK, Counters, Trace, generate, open_llm, speculative, tokens
 from vllm import SamplingParams
 
 from vllm_domino.engine.manifest import read_manifest
@@ -41,11 +41,7 @@ def stand_in_trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served_on_stand_in(stand_in, stand_in_trace):
-    with capture_log() as records, open_llm(speculative(stand_in, BLOCK), trace=stand_in_trace.path) as llm:
-        (slices,) = (r.getMessage() for r in records if "engine calls" in r.getMessage())
-        assert (
-            "--max-num-seqs is 32 and the engine's largest batch 4, so a full batch takes 8 engine" in slices
-        )
+    with open_llm(speculative(stand_in, BLOCK), trace=stand_in_trace.path) as llm:
         yield llm
 
 
