@@ -80,7 +80,7 @@ def measure(recipe: Path, folder: Path) -> dict:
             "import sys; from pathlib import Path; "
             "from vllm_domino.config.recipes import load_engine_recipe as e, load_export_recipe as x; "
             "from vllm_domino.engine.build import build_engine as b; "
-            "b(x(sys.argv[1]), e(sys.argv[2]), Path(sys.argv[3]), progress=print)"
+            "b(x(sys.argv[1]), e(sys.argv[2]), Path(sys.argv[3]))"
         )
         run = _run([sys.executable, "-c", code, str(recipe), engine, str(out)], folder)
         builds[name] = run | _plan_facts(out)

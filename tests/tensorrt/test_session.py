@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trt_helpers import CPU, aligned, block_case, open_session, recipe, write_plans
+from trt_helpers import CPU, Export, aligned, block_case, open_session, recipe, write_plans
 
+from vllm_domino.model.drafter import HeadOptions
 from vllm_domino.runtime import factory
 
 GRID = {"name": "standin", "backend": "tensorrt", "compute_capability": "9.0"}
@@ -51,6 +52,23 @@ def test_drafts_and_scores_equal_pytorch(fake_trt, fp32_export, tmp_path, wanted
             scores["candidate_logits"].sort()[0], logits.sort()[0], rtol=1e-4, atol=1e-4
         )
     session.close()
+    session.close()
+
+
+def test_pruned_vocabulary(fake_trt, tmp_path):
+    """The session gathers the kept rows of the target's LM head; drafts are PyTorch's, and kept tokens only."""
+    kept, wanted = torch.arange(0, 210, 3), recipe(**GRID)
+    export = Export(tmp_path, torch.float32, HeadOptions(candidate_pool=12), head_dim=16, kept=kept)
+    write_plans(fake_trt, export, tmp_path / "plans", wanted)
+    session = open_session(export, tmp_path / "plans", wanted, vocab_ids=export.checkpoint.vocab_ids)
+    session.bind_target(aligned(export.embedding), aligned(export.lm_head))
+    session._lm_head = aligned(
+        session._lm_head
+    )  # torch's CPU allocator aligns the gathered rows to 64 bytes only
+    case = block_case(export, 4, 64)
+    session.draft(*case)
+    assert torch.equal(case[-1], reference(export, case, lm_head=export.lm_head[kept])[0])
+    assert set(case[-1].flatten().tolist()) <= set(kept.tolist())
     session.close()
 
 
