@@ -196,15 +196,14 @@ def test_a_graph_that_drafts_otherwise_is_refused(engines, tmp_path):
     from vllm_domino.export.verify import verify_graphs
 
     _, folder = engines("shift")
+    how = {"verify_context": 8, "progress": lambda _: None}
     other = read_checkpoint(write_small_checkpoint(tmp_path / "other", seed=5, block_size=4))
     with pytest.raises(ValueError, match="rows differ from PyTorch's"):
-        verify_graphs(
-            Drafter.from_checkpoint(other).eval(), folder, verify_context=8, progress=lambda _: None
-        )
-    drafter = Drafter.from_checkpoint(read_checkpoint(engines("shift")[0])).eval()
-    drafter.head.embed_proj[2].weight.mul_(-1)
+        verify_graphs(other, HeadOptions(), torch.float32, folder, **how)
+    changed = read_checkpoint(engines("shift")[0])
+    changed.weights["embed_proj.2.weight"] *= -1
     with pytest.raises(ValueError, match=r"block graph: draft \d is \d+, PyTorch drafts \d+"):
-        verify_graphs(drafter, folder, verify_context=8, progress=lambda _: None)
+        verify_graphs(changed, HeadOptions(), torch.float32, folder, **how)
 
 
 def test_config_of_the_fixture():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import pytest
 import torch
-from trt_helpers import recipe
+from trt_helpers import Export, recipe
 
 from vllm_domino.config.recipes import load_engine_recipe
 from vllm_domino.engine.tensorrt import build_plan, check_recipe, plan_profiles
@@ -43,6 +43,11 @@ def test_build_for_every_gpu_type(capability, dtype, request, tmp_path):
         assert report.plan_bytes == (tmp_path / f"{graph}.plan").stat().st_size > 0
         assert report.seconds > 0
         assert report.peak_memory_bytes > 100_000_000
+
+
+def test_build_of_a_pruned_vocabulary(tmp_path):
+    export = Export(tmp_path, torch.bfloat16, HeadOptions(candidate_pool=24), kept=torch.arange(0, 210, 3))
+    assert build(export, recipe(), tmp_path).plan_bytes > 0
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "b200"])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from trt_helpers import aligned, block_case, open_session, recipe, write_plans
+from trt_helpers import CPU, Export, aligned, block_case, open_session, recipe, write_plans
+
+from vllm_domino.model.drafter import HeadOptions
+from vllm_domino.runtime import factory
 
 GRID = {"name": "standin", "backend": "tensorrt", "compute_capability": "9.0"}
 
@@ -47,6 +52,23 @@ def test_drafts_and_scores_equal_pytorch(fake_trt, fp32_export, tmp_path, wanted
             scores["candidate_logits"].sort()[0], logits.sort()[0], rtol=1e-4, atol=1e-4
         )
     session.close()
+    session.close()
+
+
+def test_pruned_vocabulary(fake_trt, tmp_path):
+    """The session gathers the kept rows of the target's LM head; drafts are PyTorch's, and kept tokens only."""
+    kept, wanted = torch.arange(0, 210, 3), recipe(**GRID)
+    export = Export(tmp_path, torch.float32, HeadOptions(candidate_pool=12), head_dim=16, kept=kept)
+    write_plans(fake_trt, export, tmp_path / "plans", wanted)
+    session = open_session(export, tmp_path / "plans", wanted, vocab_ids=export.checkpoint.vocab_ids)
+    session.bind_target(aligned(export.embedding), aligned(export.lm_head))
+    session._lm_head = aligned(
+        session._lm_head
+    )  # torch's CPU allocator aligns the gathered rows to 64 bytes only
+    case = block_case(export, 4, 64)
+    session.draft(*case)
+    assert torch.equal(case[-1], reference(export, case, lm_head=export.lm_head[kept])[0])
+    assert set(case[-1].flatten().tolist()) <= set(kept.tolist())
     session.close()
 
 
@@ -151,6 +173,29 @@ def test_buckets_above_the_batch_are_left_out(fake_trt, fp32_export, tmp_path):
     write_plans(fake_trt, fp32_export, tmp_path, wanted)
     assert open_session(fp32_export, tmp_path, wanted, max_batch=2).batch_buckets == (1, 2)
     assert open_session(fp32_export, tmp_path, wanted, max_batch=3).batch_buckets == (1, 2, 4)
+
+
+def test_a_batch_above_the_buckets_is_announced(fake_trt, fp32_export, tmp_path, caplog):
+    wanted = recipe(**GRID)
+    write_plans(fake_trt, fp32_export, tmp_path, wanted)
+    manifest = SimpleNamespace(
+        backend="tensorrt",
+        config=fp32_export.config,
+        head=SimpleNamespace(options=lambda: fp32_export.options),
+        dtype="float32",
+        batch_buckets=wanted.batch_buckets,
+        context_buckets=wanted.context_buckets,
+        engine_recipe="h100",
+        build_command="vllm-domino build export/a.toml engines/h100.toml",
+    )
+    factory._tensorrt(tmp_path, manifest, CPU, 4).close()
+    assert not caplog.records
+    factory._tensorrt(tmp_path, manifest, CPU, 9).close()
+    (record,) = caplog.records
+    assert (
+        "--max-num-seqs is 9 and the engine's largest batch 4, so a full batch takes 3 engine calls or more; for "
+        "fewer, add 9 to batch_buckets in engines/h100.toml and run `vllm-domino build export/a.toml"
+    ) in record.getMessage()
 
 
 def test_profile_that_the_manifest_promises_but_the_plan_lacks(fake_trt, fp32_export, tmp_path):

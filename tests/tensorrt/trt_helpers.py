@@ -9,6 +9,7 @@ import torch
 from vllm_domino.config.checkpoint import read_checkpoint, write_checkpoint
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.config.recipes import EngineRecipe
+from vllm_domino.config.vocabulary import prune
 from vllm_domino.engine.tensorrt import PLANS, plan_profiles
 from vllm_domino.export.contract import block_graph, context_graph
 from vllm_domino.export.onnx_export import export_graphs
@@ -19,9 +20,19 @@ CPU = torch.device("cpu")
 
 
 class Export:
-    """A random small drafter and the folder that its graphs were exported to."""
+    """A random small drafter and the folder that its graphs were exported to.
 
-    def __init__(self, folder: Path, dtype: torch.dtype, options: HeadOptions, head_dim: int = 64):
+    kept: ids of a pruned vocabulary.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        options: HeadOptions,
+        head_dim: int = 64,
+        kept: torch.Tensor | None = None,
+    ):
         self.config, self.options, self.dtype = small_config(head_dim), options, dtype
         generator = torch.Generator().manual_seed(0)
         weights = {
@@ -31,6 +42,9 @@ class Export:
         weights["embed_proj.2.weight"] *= 20  # the head has to change drafts
         write_checkpoint(folder / "checkpoint", self.config, weights)
         self.checkpoint = read_checkpoint(str(folder / "checkpoint"))
+        if kept is not None:
+            self.checkpoint = prune(self.checkpoint, kept)
+            self.config = self.checkpoint.config
         self.folder = folder / "graphs"
         export_graphs(self.checkpoint, options, dtype, self.folder, verify=False)
         self.drafter = Drafter.from_checkpoint(self.checkpoint, options, dtype).eval()

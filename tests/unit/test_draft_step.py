@@ -113,14 +113,17 @@ class _BucketedSession(TorchSession):
 
 
 @pytest.mark.parametrize("gather_rows", [16_384, 192])
-def test_only_sizes_of_the_buckets_reach_the_session(drafter, monkeypatch, gather_rows):
-    """Padding to a bucket changes no draft, also where the gather buffer holds less than the next bucket."""
+@pytest.mark.parametrize("requests", [3, 7])
+def test_only_sizes_of_the_buckets_reach_the_session(drafter, monkeypatch, gather_rows, requests):
+    """Padding to a bucket changes no draft, also where the gather buffer holds less than the next bucket; a batch above
+    the largest bucket goes through in slices.
+    """
     monkeypatch.setattr(draft_step, "GATHER_ROWS", gather_rows)
-    lengths = [9, 40, 64]
+    lengths = [9, 40, 64, 1, 33, 50, 17][:requests]
     embedding, pages, features, anchors = _requests(drafter, lengths)
     session = _BucketedSession(drafter, torch.device("cpu"), torch.float32)
     session.bind_target(embedding, embedding)
-    step = DraftStep(session, max_requests=3, max_rows=64, draft_window=64, device=torch.device("cpu"))
+    step = DraftStep(session, max_requests=requests, max_rows=64, draft_window=64, device=torch.device("cpu"))
     step.attach_cache(torch.zeros(65, PAGE, step.row_size))
     for table, rows in zip(pages, features, strict=True):
         positions = torch.arange(len(rows))

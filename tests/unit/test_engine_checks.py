@@ -22,7 +22,6 @@ FACTS = ServingFacts(
     dtype="bfloat16",
     tokenizer_hash="a" * 64,
     num_speculative_tokens=5,
-    max_num_seqs=16,
     max_model_len=512,
 )
 BUILD = "vllm-domino build export/small.toml engines/cpu.toml"

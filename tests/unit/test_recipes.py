@@ -66,6 +66,8 @@ def test_engine_overrides_dtype_and_pool():
         == "qwen3-8b-fp16-pool2048"
     )
     assert export.with_overrides(load_engine_recipe(ROOT / "engines/cpu.toml")).build_name == "qwen3-8b-fp32"
+    by_load = export.with_overrides(load_engine_recipe(ROOT / "engines/cpu-by-load.toml"))
+    assert by_load.build_name == "qwen3-8b-fp32-b4-b8"
 
 
 GOOD = 'backend = "tensorrt_rtx"\ncompute_capability = "8.9"\ndtype = "bfloat16"\nbatch_buckets = [1]\n'

@@ -4,12 +4,15 @@ The session binds addresses, keeps a context per bucket and pads to buckets as o
 ONNX Runtime session on the same graphs.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from harness import BLOCK, Counters, Trace, generate, open_llm, speculative, tokens
 from vllm import SamplingParams
+
+from vllm_domino.engine.manifest import read_manifest
 
 sys.path.append(str(Path(__file__).parents[1] / "tensorrt"))
 from fake_trt.stand_in import engine_on_stand_in, on_path
@@ -26,7 +29,9 @@ def trt():
 
 @pytest.fixture(scope="module")
 def stand_in(trt, engine, tmp_path_factory):
-    return engine_on_stand_in(trt, engine, tmp_path_factory.mktemp("stand-in") / "engine")
+    """Its batches end at 4, below what is served, so that larger ones are drafted in slices."""
+    folder = tmp_path_factory.mktemp("stand-in") / "engine"
+    return engine_on_stand_in(trt, engine, folder, batch_buckets=(1, 4))
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +72,12 @@ def test_a_failed_enqueue_costs_one_step(served_on_stand_in, trt, domino, chats)
     assert trt.enqueues > first + 8
 
 
-def test_refused_before_memory_is_profiled(stand_in, trt, monkeypatch):
-    with (
-        pytest.raises(
-            ValueError, match="--max-num-seqs is 64, the engine's profiles end at batch 32; serve with"
-        ),
-        open_llm(speculative(stand_in), max_num_seqs=64),
-    ):
+def test_refused_before_memory_is_profiled(stand_in, trt, tmp_path, monkeypatch):
+    short = shutil.copytree(stand_in, tmp_path / "short")
+    manifest = read_manifest(short).model_copy(update={"context_buckets": (64,)})
+    (short / "engine.json").write_text(manifest.model_dump_json())
+    too_short = "the longest context bucket is 64, a draft step reads up to 512 tokens .*; add that bucket to"
+    with pytest.raises(ValueError, match=too_short), open_llm(speculative(short)):
         pass
     monkeypatch.setitem(trt.STANDS_IN_FOR, "compute_capability", "8.9")
     refusal = pytest.raises(ValueError, match=r"built for SM90, this GPU is stand-in GPU \(SM89\)")

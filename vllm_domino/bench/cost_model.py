@@ -17,39 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_domino.bench.gpus import GPUS, Gpu
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.engine.manifest import read_manifest
 from vllm_domino.model.drafter import HeadOptions
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """From NVIDIA's data sheets: memory in GB/s, dense bf16 (T4: fp16) tensor throughput in TFLOP/s, L2 in MB."""
-
-    recipe: str
-    name: str
-    sm: str
-    gigabytes_per_second: float
-    teraflops: float
-    l2_megabytes: int
-
-
-GPUS = (
-    Gpu("t4", "T4", "7.5", 320, 65, 4),
-    Gpu("a100", "A100 80GB SXM", "8.0", 2039, 312, 40),
-    Gpu("a10", "A10", "8.6", 600, 125, 6),
-    Gpu("rtx3090", "RTX 3090", "8.6", 936, 71, 6),
-    Gpu("l40s", "L40S", "8.9", 864, 362, 96),
-    Gpu("rtx4090", "RTX 4090", "8.9", 1008, 165, 72),
-    Gpu("h100", "H100 SXM", "9.0", 3350, 989, 50),
-    Gpu("h200", "H200 SXM", "9.0", 4800, 989, 50),
-    Gpu("b200", "B200", "10.0", 8000, 2250, 126),
-    Gpu("rtx5090", "RTX 5090", "12.0", 1792, 210, 96),
-    Gpu("dgx-spark", "DGX Spark", "12.1", 273, 62, 24),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +202,16 @@ def markdown(result: dict[str, Any]) -> str:
             cells = " | ".join(f"{value:,.0f}" for value in (*parts, e["draft_us"], e["verify_us"]))
             row = f"| {names[e['gpu']]} | {e['batch']} | {e['context']} | {cells} | {e['draft_share']:.0%} |"
             lines.append(row)
+    lines += [
+        "",
+        "Rates that the bounds are computed with (data sheets), and what they were checked against:",
+        "",
+    ]
+    lines += ["| GPU | memory GB/s | dense bf16 TFLOP/s | L2 MB | checked against |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {g.name} | {g.gigabytes_per_second:,} | {g.teraflops:,} | {g.l2_megabytes} | {g.checked_against} |"
+        for g in GPUS
+    ]
     return "\n".join([*lines, "", "![bounds per GPU](cost_model.png)", ""])
 
 

@@ -187,7 +187,6 @@ def _facts(suite: Suite, variant: VariantSettings, model: str) -> Any:
         dtype=dtype,
         tokenizer_hash=tokenizer_hash(model, suite.server.revision),
         num_speculative_tokens=int(variant.speculative.get("num_speculative_tokens") or 1),
-        max_num_seqs=int(flag(args, "--max-num-seqs") or max(suite.concurrency)),
         max_model_len=int(flag(args, "--max-model-len") or config.max_position_embeddings),
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
     )

@@ -188,7 +188,6 @@ def misfit_here(entry: CatalogEntry) -> str | None:
         dtype=manifest.dtype,
         tokenizer_hash=None,
         num_speculative_tokens=1,
-        max_num_seqs=1,
         max_model_len=manifest.draft_window,
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
     )

@@ -74,6 +74,10 @@ def _facts(folder: Path, manifest: EngineManifest) -> list[tuple[str, str]]:
     )
     if manifest.head.candidate_pool:
         head += f", candidate pool {manifest.head.candidate_pool}"
+    if manifest.head.draft_vocab_size:
+        chosen = manifest.head.token_frequencies
+        head += f", draft vocabulary {manifest.head.draft_vocab_size} of {config.vocab_size} tokens"
+        head += f" (token frequencies {chosen[:16]}…)" if chosen else ""
     return [
         ("engine", f"{folder} (manifest {manifest.schema_version})"),
         ("drafter", f"{manifest.source} {manifest.revision or ''} ({manifest.fingerprint[:16]}…)"),

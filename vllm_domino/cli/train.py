@@ -58,6 +58,27 @@ def data(
 
 
 @app.command()
+def frequencies(
+    training_data: Annotated[
+        list[Path],
+        typer.Argument(metavar="DATA", help="JSONL from `train data`; more than one may be given."),
+    ],
+    out: Annotated[Path, typer.Option(help="JSON to write: token id -> count.")],
+    strict: Strict = False,
+) -> None:
+    """Count the tokens of the target's answers, for `token_frequencies` of an export recipe."""
+    from vllm_domino.train.data import count_tokens
+
+    counts, read = count_tokens(training_data, strict)
+    for problem in read.broken:
+        typer.echo(f"skipped {problem}", err=True)
+    out.write_text(json.dumps(counts) + "\n")
+    typer.echo(
+        json.dumps({"samples": read.read, "tokens": sum(counts.values()), "different_tokens": len(counts)})
+    )
+
+
+@app.command()
 def target(
     questions: Annotated[Path, typer.Option("--data", help="JSONL with `question` and `answer`.")],
     out: Annotated[Path, typer.Option(help="Directory of the target to write.")],

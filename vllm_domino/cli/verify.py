@@ -86,8 +86,11 @@ def _reference(manifest: EngineManifest, named: str | None) -> DraftCheckpoint |
 
 def _run(folder: Path, manifest: EngineManifest, source: DraftCheckpoint | None) -> dict[str, Any]:
     import torch
+    from safetensors.torch import load_file
 
     from vllm_domino.cli.console import step
+    from vllm_domino.config.vocabulary import prune
+    from vllm_domino.export.report import VOCAB_FILE
     from vllm_domino.model.drafter import Drafter
     from vllm_domino.runtime.factory import open_session
     from vllm_domino.runtime.torch_session import TorchSession
@@ -99,6 +102,8 @@ def _run(folder: Path, manifest: EngineManifest, source: DraftCheckpoint | None)
     )
     reference = None
     if source is not None:
+        if manifest.head.token_frequencies is not None:
+            source = prune(source, load_file(folder / VOCAB_FILE)["vocab_ids"])
         drafter = Drafter.from_checkpoint(source, manifest.head.options())
         reference = TorchSession(drafter, device, dtype, own_lm_head=source.lm_head)
     with step("Drafting" if reference is None else "Drafting beside PyTorch") as progress:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import mmap
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from vllm_domino.config.draft import DraftConfig
 _PREFIXES = ("model.", "logit_head.")
 # Copies of the frozen target that the speculators format ships beside the drafter; the target's own are used.
 _TARGET_COPIES = ("t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+_MADV_PAGEOUT = 21  # linux/mman.h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +31,7 @@ class DraftCheckpoint:
     vocab_ids: [V_head] int64, target id of every head row; None for the full vocabulary.
     lm_head: [V_head, H], only where a reduced vocabulary ships its own rows.
     fingerprint: SHA-256 over config.json and every weight file; the same bytes give the same value anywhere.
+    token_frequencies: SHA-256 of the file that a pruned vocabulary was chosen by (see `vocabulary`).
     """
 
     source: str
@@ -36,12 +41,24 @@ class DraftCheckpoint:
     fingerprint: str
     vocab_ids: Tensor | None = None
     lm_head: Tensor | None = None
+    token_frequencies: str | None = None
     raw_config: dict = field(default_factory=dict, repr=False)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the drafter's own weights."""
         return sum(t.numel() * t.element_size() for t in self.weights.values())
+
+    def page_out(self) -> None:
+        """Give the weights' memory back to the system. They are mapped from the files, and come back when read."""
+        if sys.platform != "linux":
+            return
+        libc = ctypes.CDLL(None)
+        for tensor in self.weights.values():
+            start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+            length = tensor.data_ptr() + tensor.nbytes - start
+            # a hint: it never changes what the memory holds, and whether it is followed does not matter
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_PAGEOUT)
 
 
 def resolve_checkpoint(source: str, revision: str | None = None) -> Path:

@@ -37,6 +37,8 @@ class ExportRecipe(_Strict):
     short_blocks: further block sizes below the drafter's own, ascending, each a graph of its own over the same
         weights. A step that is asked for few draft tokens takes the shortest block that gives them, which costs
         in proportion; its drafts differ a little from the whole block's first ones.
+    draft_vocab_size: draft only the N most frequent of the target's tokens; 0 is all of them.
+    token_frequencies: the file that says which those are (relative to the recipe, see `vocabulary`).
     verify_context: longest context of the check against PyTorch.
     """
 
@@ -50,12 +52,28 @@ class ExportRecipe(_Strict):
     scores: bool = False
     draft_tokens: int = Field(default=0, ge=0)
     short_blocks: tuple[int, ...] = ()
+    draft_vocab_size: int = Field(default=0, ge=0)
+    token_frequencies: str | None = None
     verify_context: int = Field(default=2048, ge=1)
 
     @field_validator("short_blocks")
     @classmethod
     def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         return _ascending_sizes(value, 2)
+
+    @model_validator(mode="after")
+    def _vocabulary(self) -> Self:
+        if self.draft_vocab_size and self.token_frequencies is None:
+            raise ValueError(
+                f"missing key 'token_frequencies': draft_vocab_size = {self.draft_vocab_size} needs the file that says "
+                "which tokens are frequent; make it with `vllm-domino train frequencies DATA.jsonl --out FILE`"
+            )
+        if self.token_frequencies is not None and not self.draft_vocab_size:
+            raise ValueError(
+                "missing key 'draft_vocab_size': token_frequencies alone prunes nothing; say how many tokens to keep, "
+                "for example draft_vocab_size = 32768"
+            )
+        return self
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -77,6 +95,7 @@ class ExportRecipe(_Strict):
         parts += ["scores"] if self.scores else []
         parts += [f"k{self.draft_tokens}"] if self.draft_tokens else []
         parts += [f"b{size}" for size in self.short_blocks]
+        parts += [f"v{self.draft_vocab_size}"] if self.draft_vocab_size else []
         return "-".join(parts)
 
 
@@ -172,6 +191,8 @@ def load_export_recipe(path: str | Path) -> ExportRecipe:
         if (value := getattr(recipe, key)) is not None
         and (value.startswith(".") or (path.parent / value).is_dir())
     }
+    if recipe.token_frequencies is not None:
+        updates["token_frequencies"] = str((path.parent / recipe.token_frequencies).resolve())
     return recipe.model_copy(update=updates)
 
 

@@ -12,15 +12,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vllm_domino.config.checkpoint import DraftCheckpoint, read_checkpoint
+from vllm_domino.config.checkpoint import DraftCheckpoint
 from vllm_domino.config.recipes import EngineRecipe, ExportRecipe
+from vllm_domino.config.vocabulary import read_recipe_checkpoint
 from vllm_domino.engine.manifest import MANIFEST_FILE, EngineManifest
 from vllm_domino.engine.target import target_facts
 from vllm_domino.export.contract import block_graph, context_graph
-from vllm_domino.export.onnx_export import export_graphs, tool_versions
-from vllm_domino.export.report import VOCAB_FILE, ExportReport, FileEntry, GraphEntry, load_export
+from vllm_domino.export.onnx_export import export_graphs, head_options, tool_versions
+from vllm_domino.export.report import VOCAB_FILE, ExportReport, FileEntry, GraphEntry, HeadEntry, load_export
 from vllm_domino.files import require_space, staged_directory
-from vllm_domino.model.drafter import HeadOptions
 
 EXPORT_ROOT = Path("export/built")
 ENGINE_ROOT = Path("engines/built")
@@ -43,7 +43,7 @@ def build_engine(
     """Write the engine directory `out`, replacing it as a whole; export first where there are no graphs yet.
 
     Raises:
-        ValueError: a recipe that cannot be built here, as `read_checkpoint`, `export_graphs` and the
+        ValueError: a recipe that cannot be built here, as `read_recipe_checkpoint`, `export_graphs` and the
             TensorRT builder, a full disk, or another process writing `out`.
     """
     say, start = progress or (lambda _: None), time.monotonic()
@@ -51,7 +51,7 @@ def build_engine(
     recipe = export_recipe.with_overrides(engine_recipe)
     _check_buildable(recipe, engine_recipe)
     say(f"reading {recipe.checkpoint}")
-    checkpoint = read_checkpoint(recipe.checkpoint, recipe.revision)
+    checkpoint = read_recipe_checkpoint(recipe)
     target = target_facts(checkpoint.config, recipe.target, recipe.target_revision)
     folder = export_root / recipe.build_name
     report = _exported(checkpoint, recipe, folder, say)
@@ -110,19 +110,16 @@ def _check_buildable(recipe: ExportRecipe, engine: EngineRecipe) -> None:
 
 def _exported(checkpoint: DraftCheckpoint, recipe: ExportRecipe, folder: Path, say: Progress) -> ExportReport:
     """The graphs of this very checkpoint, made by these versions: those in `folder`, or new ones there."""
+    options = head_options(recipe)
     try:
         report = load_export(folder)
         versions = tool_versions("torch", "onnx", "onnxscript", "onnx-ir")
-        if report.fingerprint == checkpoint.fingerprint and report.versions == versions:
+        made_from = report.fingerprint, report.head, report.versions
+        if made_from == (checkpoint.fingerprint, HeadEntry.of(options, checkpoint), versions):
             say(f"using the graphs in {folder}")
             return report
     except ValueError:
         pass  # none there, or not whole: made anew
-    options = HeadOptions(
-        candidate_pool=recipe.candidate_pool or None,
-        scores=recipe.scores,
-        draft_tokens=recipe.draft_tokens or None,
-    )
     return export_graphs(
         checkpoint,
         options,

@@ -36,7 +36,6 @@ class ServingFacts:
     dtype: str
     tokenizer_hash: str | None
     num_speculative_tokens: int
-    max_num_seqs: int
     max_model_len: int
     capability: tuple[int, int] | None = None
 
@@ -171,7 +170,7 @@ def _check_device(where: str, manifest: EngineManifest, facts: ServingFacts) -> 
         )
     from vllm_domino.engine.tensorrt_check import check_tensorrt
 
-    check_tensorrt(where, manifest, facts.max_num_seqs)
+    check_tensorrt(where, manifest)
 
 
 def _check_onnxruntime_device(where: str, manifest: EngineManifest, facts: ServingFacts) -> None:

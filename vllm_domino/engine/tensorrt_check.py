@@ -1,4 +1,4 @@
-"""Whether a TensorRT engine directory can be loaded here: GPU type, module and version, driver, batch size.
+"""Whether a TensorRT engine directory can be loaded here: GPU type, module and version, driver.
 
 Asked before vLLM profiles memory, and by `doctor`. What does not depend on TensorRT (target, dtype, window,
 digests) is checked in `check`.
@@ -19,8 +19,8 @@ from vllm_domino.engine.tensorrt_module import (
 )
 
 
-def check_tensorrt(where: str, manifest: EngineManifest, max_num_seqs: int) -> None:
-    """Compare an engine with the machine and with the largest batch that is served.
+def check_tensorrt(where: str, manifest: EngineManifest) -> None:
+    """Compare an engine with the machine.
 
     Raises:
         ValueError: the first thing that does not fit: found, needed, and what mends it.
@@ -36,13 +36,6 @@ def check_tensorrt(where: str, manifest: EngineManifest, max_num_seqs: int) -> N
         )
     _check_version(where, manifest, found)
     _check_driver(where, manifest, device)
-    largest = manifest.batch_buckets[-1]
-    if max_num_seqs > largest:
-        raise ValueError(
-            f"{where}: --max-num-seqs is {max_num_seqs}, the engine's profiles end at batch {largest}; serve "
-            f"with --max-num-seqs {largest}, or add {max_num_seqs} to batch_buckets in "
-            f"engines/{manifest.engine_recipe}.toml and run `{manifest.build_command}`"
-        )
 
 
 def _check_version(where: str, manifest: EngineManifest, found: str | None) -> None:

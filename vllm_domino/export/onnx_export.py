@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from copy import copy
+from functools import partial
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vllm_domino
-from vllm_domino.config.checkpoint import DraftCheckpoint, read_checkpoint
+from vllm_domino.config.checkpoint import DraftCheckpoint
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.config.recipes import SHORT_DTYPES, ExportRecipe
+from vllm_domino.config.vocabulary import read_recipe_checkpoint
 from vllm_domino.export.contract import FLOAT, GraphSpec, block_graph, context_graph
 from vllm_domino.export.graphs import BlockGraph, ContextGraph, ExportDrafter, GraphForm, graph_form
 from vllm_domino.export.report import EXPORT_FILE, VOCAB_FILE, ExportReport, FileEntry, GraphEntry, HeadEntry
@@ -42,16 +43,12 @@ def run_export_recipe(
     """Read the recipe's checkpoint and export it to `out_dir` (default `export/built/BUILD_NAME`).
 
     Raises:
-        ValueError: as `read_checkpoint` and `export_graphs`.
+        ValueError: as `read_recipe_checkpoint` and `export_graphs`.
     """
     say = progress or (lambda _: None)
     say(f"reading {recipe.checkpoint}")
-    checkpoint = read_checkpoint(recipe.checkpoint, recipe.revision)
-    options = HeadOptions(
-        candidate_pool=recipe.candidate_pool or None,
-        scores=recipe.scores,
-        draft_tokens=recipe.draft_tokens or None,
-    )
+    checkpoint = read_recipe_checkpoint(recipe)
+    options = head_options(recipe)
     folder = out_dir or Path("export/built") / recipe.build_name
     return export_graphs(
         checkpoint,
@@ -61,6 +58,15 @@ def run_export_recipe(
         short_blocks=recipe.short_blocks,
         verify_context=recipe.verify_context,
         progress=progress,
+    )
+
+
+def head_options(recipe: ExportRecipe) -> HeadOptions:
+    """The recipe's, where 0 stands for everything."""
+    return HeadOptions(
+        candidate_pool=recipe.candidate_pool or None,
+        scores=recipe.scores,
+        draft_tokens=recipe.draft_tokens or None,
     )
 
 
@@ -93,7 +99,7 @@ def export_graphs(
     say, start = progress or (lambda _: None), time.monotonic()
     drafter = Drafter.from_checkpoint(checkpoint, options, dtype).eval()
     form = graph_form(dtype)
-    shorter = [_shortened(drafter, size) for size in short_blocks]
+    shorter = [_shortened(checkpoint, options, size) for size in short_blocks]
     specs = context_graph(checkpoint.config), block_graph(checkpoint.config, options)
     weight_bytes = sum(p.numel() * p.element_size() for p in drafter.parameters())
     require_space(out_dir.parent, int(weight_bytes * 1.1))
@@ -112,14 +118,17 @@ def export_graphs(
             )
             del model
         del modules, module
-        short_specs = tuple(_write_short_block(short, form, stage, say) for short in shorter)
+        short_specs = tuple(_write_short_block(*short, dtype, form, stage, say) for short in shorter)
+        checkpoint.page_out()
+        del drafter
         verification = None
         if verify:
-            verification = verify_graphs(drafter, stage, verify_context=verify_context, progress=say)
+            check = partial(
+                verify_graphs, dtype=dtype, folder=stage, verify_context=verify_context, progress=say
+            )
+            verification = check(checkpoint, options)
             for short in shorter:
-                verify_graphs(
-                    short, stage, verify_context=verify_context, progress=say, block=_short_name(short.config)
-                )
+                check(*short, block=_short_name(short[0].config))
         _write_vocabulary(checkpoint, stage)
         say("computing digests")
         report = ExportReport(
@@ -127,7 +136,7 @@ def export_graphs(
             revision=checkpoint.revision,
             fingerprint=checkpoint.fingerprint,
             draft=checkpoint.config.to_dict(),
-            head=HeadEntry.of(options),
+            head=HeadEntry.of(options, checkpoint),
             dtype=_name(dtype),  # type: ignore[arg-type]
             form=form,
             opset=OPSET,
@@ -150,29 +159,36 @@ def _short_name(config: DraftConfig) -> str:
     return f"block-{config.block_size}"
 
 
-def _shortened(drafter: Drafter, size: int) -> Drafter:
-    """The same drafter, weights shared, on blocks of `size` tokens.
+def _shortened(
+    checkpoint: DraftCheckpoint, options: HeadOptions, size: int
+) -> tuple[DraftCheckpoint, HeadOptions]:
+    """The same drafter on blocks of `size` tokens.
 
     Raises:
         ValueError: not shorter than the drafter's own block, or too short for its pure prefix.
     """
-    whole = drafter.config
+    whole = checkpoint.config
     if not size < whole.block_size:
         raise ValueError(
             f"short_blocks contains {size}, a block of this drafter has {whole.block_size}; leave {size} out"
         )
-    short = copy(drafter)
-    short.config = dataclasses.replace(whole, block_size=size)
-    short.options = dataclasses.replace(drafter.options, draft_tokens=None)
-    return short
+    config = dataclasses.replace(whole, block_size=size)
+    return dataclasses.replace(checkpoint, config=config), dataclasses.replace(options, draft_tokens=None)
 
 
-def _write_short_block(drafter: Drafter, form: GraphForm, stage: Path, say: Progress) -> GraphSpec:
+def _write_short_block(
+    checkpoint: DraftCheckpoint,
+    options: HeadOptions,
+    dtype: torch.dtype,
+    form: GraphForm,
+    stage: Path,
+    say: Progress,
+) -> GraphSpec:
     """Write `block-SIZE.onnx`, which reads its weights from `block.onnx.data`.
 
     A block of one draft token has no use for the GRU's recurrent weights: it gets a weight file of its own.
     """
-    name, dtype = _short_name(drafter.config), next(drafter.parameters()).dtype
+    name, drafter = _short_name(checkpoint.config), Drafter.from_checkpoint(checkpoint, options, dtype).eval()
     spec = dataclasses.replace(block_graph(drafter.config, drafter.options), name=name)
     say(f"tracing the {name} graph ({SHORT_DTYPES[_name(dtype)]}, {form})")
     model = trace(BlockGraph(ExportDrafter(drafter, form)), spec, dtype)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from vllm_domino.config.checkpoint import DraftCheckpoint
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.config.recipes import Dtype
 from vllm_domino.export.contract import GraphSpec, TensorSpec
@@ -64,18 +65,28 @@ class GraphEntry(Record):
 
 
 class HeadEntry(Record):
-    """`HeadOptions` on disk."""
+    """`HeadOptions` on disk, and which part of the target's vocabulary is drafted.
+
+    draft_vocab_size: tokens that base logits and head cover; None is all of them.
+    token_frequencies: SHA-256 of the file that they were chosen by; None where the checkpoint itself (`d2t`) says.
+    """
 
     candidate_pool: int | None = None
     scores: bool = False
     draft_tokens: int | None = None
+    draft_vocab_size: int | None = None
+    token_frequencies: str | None = None
 
     @classmethod
-    def of(cls, options: HeadOptions) -> HeadEntry:
-        return cls(**dataclasses.asdict(options))
+    def of(cls, options: HeadOptions, checkpoint: DraftCheckpoint) -> HeadEntry:
+        return cls(
+            **dataclasses.asdict(options),
+            draft_vocab_size=checkpoint.config.draft_vocab_size,
+            token_frequencies=checkpoint.token_frequencies,
+        )
 
     def options(self) -> HeadOptions:
-        return HeadOptions(**self.model_dump())
+        return HeadOptions(**self.model_dump(exclude={"draft_vocab_size", "token_frequencies"}))
 
 
 class Verification(Record):

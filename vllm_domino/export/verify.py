@@ -3,6 +3,10 @@
 Both sides compute in fp32 whatever the graphs' dtype is, from the same stored weights: ONNX Runtime's CPU
 kernels know no bf16, and in fp32 a wrong graph cannot hide behind rounding. Low-precision graphs are run
 through a copy whose weights are cast up where they are read.
+
+Memory of a full-size check is that of the weights once, as stored, plus the target's tables in fp32: PyTorch's drafts
+come first, then its weights are let go (they are read again should a draft differ), then the graphs run, and on both
+sides a weight is raised to fp32 just before it is used and given back after it.
 """
 
 from __future__ import annotations
@@ -21,13 +25,14 @@ from torch import Tensor
 from torch.nn import functional as fn
 from torch.overrides import TorchFunctionMode
 
+from vllm_domino.config.checkpoint import DraftCheckpoint
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.export.contract import GraphSpec, block_graph, context_graph
 from vllm_domino.export.report import Verification
-from vllm_domino.model.drafter import Drafter
+from vllm_domino.model.drafter import Drafter, HeadOptions
 
 TABLE_STD = 0.1  # small beside the layers' outputs, so that drafts depend on the context
-LARGE = 400_000_000  # bytes of weights above which fewer cases are run
+LARGE = 400_000_000  # bytes of weights above which fewer and larger cases are run: raising the weights costs per case
 CONTEXT_TOLERANCE = 1e-4
 TIE_TOLERANCE = 1e-4  # of the spread of the logits; fp32 rounding of two orders of summation stays below
 _LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -37,16 +42,16 @@ Case = tuple[Tensor, Tensor, Tensor, Tensor]  # anchors, positions, context K/V,
 
 @dataclass(frozen=True, slots=True)
 class TargetTables:
-    """Stand-ins for the target's embedding [V, H] and LM head [V_head, H], fp32."""
+    """Stand-ins for the target's embedding [V, H] and LM head [V_head, H]."""
 
     embedding: Tensor
     lm_head: Tensor
     buffer: Tensor  # of both
 
     @classmethod
-    def random(cls, config: DraftConfig, generator: torch.Generator) -> TargetTables:
+    def random(cls, config: DraftConfig, generator: torch.Generator, dtype: torch.dtype) -> TargetTables:
         size = config.vocab_size * config.hidden_size + config.hidden_size // 2
-        return cls._of(torch.empty(size).normal_(std=TABLE_STD, generator=generator), config)
+        return cls._of(torch.empty(size, dtype=dtype).normal_(std=TABLE_STD, generator=generator), config)
 
     @classmethod
     def _of(cls, buffer: Tensor, config: DraftConfig) -> TargetTables:
@@ -61,7 +66,9 @@ class TargetTables:
 
 
 def verify_graphs(
-    drafter: Drafter,
+    checkpoint: DraftCheckpoint,
+    options: HeadOptions,
+    dtype: torch.dtype,
     folder: Path,
     *,
     verify_context: int,
@@ -69,42 +76,61 @@ def verify_graphs(
     seed: int = 0,
     block: str = "block",
 ) -> Verification:
-    """Run `folder`'s context graph and the graph named `block` beside `drafter` (in the graphs' dtype).
+    """Run `folder`'s context graph and the graph named `block` beside the checkpoint in PyTorch (in the graphs' dtype).
 
     Raises:
         ValueError: a draft id differs by more than rounding, or a context row is off.
     """
-    weight_bytes = sum(p.numel() * p.element_size() for p in drafter.parameters())
-    large = weight_bytes > LARGE
-    batches, contexts = ((1, 2), (0, 1, verify_context)) if large else ((1, 3, 8), (0, 1, 17, verify_context))
+    config, spec = checkpoint.config, block_graph(checkpoint.config, options)
+    drafter = Drafter.from_checkpoint(checkpoint, options, dtype).eval()
+    large = sum(p.numel() * p.element_size() for p in drafter.parameters()) > LARGE
+    batches, contexts = ((1, 4), (0, verify_context)) if large else ((1, 3, 8), (0, 1, 17, verify_context))
     generator = torch.Generator().manual_seed(seed)
-    tables = TargetTables.random(drafter.config, generator)
     with torch.inference_mode():
         progress("checking the context graph")
         error = _check_context(drafter, folder, generator)
         progress(f"drafting in PyTorch (batch {batches}, context {contexts})")
-        cases = list(_cases(drafter.config, batches, contexts, generator))
-        with FullPrecision():
-            references = [drafter.draft(*case, tables.embedding, tables.lm_head)[0] for case in cases]
-        agreeing = _agreement(drafter, cases, references, tables)
+        cases = list(_cases(config, batches, contexts, generator))
+        tables, references, agreeing = _references(drafter, cases, generator)
+        del drafter
+        checkpoint.page_out()
         progress(f"checking the {block} graph")
-        graph = CpuGraph(folder / f"{block}.onnx", block_graph(drafter.config, drafter.options))
-        drafts = equal = ties = 0
-        for case, expected in zip(cases, references, strict=True):
-            found = graph.run(*case, tables.embedding, tables.lm_head)[0]
-            drafts += expected.numel()
-            equal += int((found == expected).sum())
+        graph = CpuGraph(folder / f"{block}.onnx", spec)
+        found = [graph.run(*case, tables.embedding, tables.lm_head)[0] for case in cases]
+        del graph
+        ties = 0
+        if not all(map(torch.equal, found, references)):
+            reference = Drafter.from_checkpoint(checkpoint, options, dtype).eval()
             with FullPrecision():
-                ties += _ties(drafter, case, expected, found, tables)
+                for case, expected, drafts in zip(cases, references, found, strict=True):
+                    ties += _ties(reference, case, expected, drafts, tables)
     return Verification(
         batch_sizes=batches,
         context_lengths=contexts,
-        drafts=drafts,
-        equal=equal,
+        drafts=sum(expected.numel() for expected in references),
+        equal=sum(int((a == b).sum()) for a, b in zip(found, references, strict=True)),
         ties=ties,
         context_max_error=error,
-        dtype_agreement=round(agreeing / drafts, 4),
+        dtype_agreement=round(agreeing / sum(expected.numel() for expected in references), 4),
     )
+
+
+def _references(
+    drafter: Drafter, cases: list[Case], generator: torch.Generator
+) -> tuple[TargetTables, list[Tensor], int]:
+    """fp32 tables, PyTorch's drafts of every case in fp32 arithmetic, and how many of them its own dtype keeps."""
+    dtype = next(drafter.parameters()).dtype
+    tables = TargetTables.random(drafter.config, generator, dtype)
+    own = [
+        drafter.draft(*case[:2], case[2].to(dtype), case[3], tables.embedding, tables.lm_head)[0]
+        for case in cases
+    ]
+    tables = tables.to(torch.float32, drafter.config)
+    if dtype == torch.float32:
+        return tables, own, sum(drafts.numel() for drafts in own)
+    with FullPrecision():
+        references = [drafter.draft(*case, tables.embedding, tables.lm_head)[0] for case in cases]
+    return tables, references, sum(int((a == b).sum()) for a, b in zip(own, references, strict=True))
 
 
 class FullPrecision(TorchFunctionMode):
@@ -139,12 +165,14 @@ class CpuGraph:
         self.spec = spec
         raised = path.with_name(f"{path.stem}.fp32-check.onnx")
         is_low = _cast_up(path, raised)
+        if is_low:
+            # in the order of the file, so that a weight is raised right before its use: ONNX Runtime's own order raises
+            # all of them first, and so does this one once fused operators stand at the end of the list
+            options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             self.session = ort.InferenceSession(
-                raised if is_low else path,
-                options,
-                providers=["CPUExecutionProvider"],
-                disabled_optimizers=["ConstantFolding"] if is_low else None,
+                raised if is_low else path, options, providers=["CPUExecutionProvider"]
             )
         finally:
             raised.unlink(missing_ok=True)
@@ -236,19 +264,6 @@ def draft_logits(drafter: Drafter, case: Case, drafts: Tensor, tables: TargetTab
     return logits + correction
 
 
-def _agreement(drafter: Drafter, cases: list[Case], references: list[Tensor], tables: TargetTables) -> int:
-    """Drafts that stay the same in the drafter's own dtype."""
-    dtype = _dtype(drafter)
-    if dtype == torch.float32:
-        return sum(expected.numel() for expected in references)
-    low = tables.to(dtype, drafter.config)
-    total = 0
-    for case, expected in zip(cases, references, strict=True):
-        found = drafter.draft(*case[:2], case[2].to(dtype), case[3], low.embedding, low.lm_head)[0]
-        total += int((found == expected).sum())
-    return total
-
-
 def _cast_up(path: Path, raised: Path) -> bool:
     """Write `raised`, the graph with fp32 arithmetic over the same weight file; False when already fp32."""
     model = ir.load(path)
@@ -282,7 +297,3 @@ def _cast_up(path: Path, raised: Path) -> bool:
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(array))
     ir.save(model, raised)
     return True
-
-
-def _dtype(drafter: Drafter) -> torch.dtype:
-    return next(drafter.parameters()).dtype

@@ -156,6 +156,20 @@ class Drafter(nn.Module):
         hidden = self.block_hidden(anchor_ids, anchor_positions, context_kv, context_lengths, embedding)
         # one product over all rows: exported in three dimensions, ONNX Runtime packs the LM head per request
         base = fn.linear(hidden.flatten(0, 1), lm_head).unflatten(0, hidden.shape[:2])  # [B, K, V_head]
+        return self.choose(anchor_ids, hidden, base, embedding)
+
+    def choose(
+        self, anchor_ids: Tensor, hidden: Tensor, base: Tensor, embedding: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Draft tokens from the parallel pass, one after another through the head.
+
+        Args:
+            anchor_ids: [B] int64. hidden: [B, K, H]. base: [B, K, V_head], the LM head's logits.
+            embedding: [V, H], the target's.
+
+        Returns:
+            As `draft`.
+        """
         if self.head is None:
             return self._plain(base)
         pool_ids, rows = self._candidates(base)

@@ -52,7 +52,6 @@ def serving_facts(vllm_config: Any, device: torch.device) -> ServingFacts:
         dtype=str(model.dtype).removeprefix("torch."),
         tokenizer_hash=tokenizer_hash(model.tokenizer, model.tokenizer_revision),
         num_speculative_tokens=spec.num_speculative_tokens,
-        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         max_model_len=model.max_model_len,
         capability=capability,
     )

@@ -35,7 +35,8 @@ class DraftStep:
     ):
         """Args:
         session: with the target already bound.
-        max_requests: largest batch. max_rows: largest number of context rows per step.
+        max_requests: largest batch; above the session's largest bucket it is drafted in slices.
+        max_rows: largest number of context rows per step.
         draft_window: newest context tokens that a draft reads.
         """
         config = session.config
@@ -65,7 +66,7 @@ class DraftStep:
         self._lengths, self._first = torch.zeros(batch, **ints), torch.zeros(batch, **ints)
         # by K: what the session writes, and the same of a whole batch that was drafted in slices
         self._drafts = {
-            size: (torch.zeros(batch, size, **ints), torch.zeros(batch, size, **ints))
+            size: (torch.zeros(batch, size, **ints), torch.zeros(max(batch, max_requests), size, **ints))
             for size in session.draft_sizes
         }
         self._offsets = torch.arange(self._context_sizes[-1], **ints)

@@ -28,7 +28,7 @@ def open_session(
         path: an engine directory or a draft checkpoint's folder.
         device: where the target runs.
         dtype: the target's; a plain checkpoint runs in it, an engine in its own.
-        max_batch: largest batch that will be drafted for; an engine with buckets holds no larger ones.
+        max_batch: largest batch that will be drafted for; above an engine's buckets it is drafted in slices.
 
     Raises:
         ValueError: the directory is broken or not for this machine; see `load_engine_dir`.
@@ -56,6 +56,19 @@ def _tensorrt(
 ) -> DraftSession:
     from vllm_domino.runtime.tensorrt_session import TensorRTSession
 
+    largest = manifest.batch_buckets[-1]
+    if max_batch is not None and max_batch > largest:
+        logger.warning(
+            "%s: --max-num-seqs is %d and the engine's largest batch %d, so a full batch takes %d engine calls "
+            "or more; for fewer, add %d to batch_buckets in engines/%s.toml and run `%s`",
+            path,
+            max_batch,
+            largest,
+            -(-max_batch // largest),
+            max_batch,
+            manifest.engine_recipe,
+            manifest.build_command,
+        )
     vocab = load_file(path / VOCAB_FILE) if (path / VOCAB_FILE).is_file() else {}
     return TensorRTSession(
         path,

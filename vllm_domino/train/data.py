@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,21 @@ def read_samples(
             f"data: no sample in {', '.join(map(str, paths))}; make some with `vllm-domino train data`"
         )
     return samples, counts
+
+
+def count_tokens(paths: Sequence[Path], strict: bool = False) -> tuple[dict[int, int], DataCounts]:
+    """How often the target wrote each token: id -> count over all responses, most frequent first.
+
+    Prompts do not count, since a drafter never drafts one; the end of a turn does.
+
+    Raises:
+        ValueError: as `read_samples`.
+    """
+    samples, counts = read_samples(paths, max_length=1 << 62, strict=strict)
+    found: Counter[int] = Counter()
+    for sample in samples:
+        found.update(sample.ids[sample.prompt_length :])
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0]))), counts
 
 
 def check_samples(
