@@ -163,7 +163,7 @@ def main() -> None:
     rows = measure([int(b) for b in arguments.batches.split(",")], arguments.rounds)
     result = {
         "schema_version": 1,
-        "what": f"head with a candidate pool of {POOL} and full head, V = 151,936, fp32, CPU time of one thread",
+        "what": f"the head with a candidate pool of {POOL} and the full head, V = 151,936, CPU time of one thread",
         "command": "python benchmarks/candidate_pool.py",
         "bound_at_batch_1": BOUND,
         "within_bound": all(row["ratio"] <= BOUND for row in rows if row["batch"] == 1),

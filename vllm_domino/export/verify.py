@@ -91,7 +91,7 @@ def verify_graphs(
         error = _check_context(drafter, folder, generator)
         progress(f"drafting in PyTorch (batch {batches}, context {contexts})")
         cases = list(_cases(config, batches, contexts, generator))
-        tables, references, agreeing = _references(drafter, cases, generator)
+        tables, references, agreeing = _references(checkpoint, drafter, cases, generator)
         del drafter
         checkpoint.page_out()
         progress(f"checking the {block} graph")
@@ -116,7 +116,7 @@ def verify_graphs(
 
 
 def _references(
-    drafter: Drafter, cases: list[Case], generator: torch.Generator
+    checkpoint: DraftCheckpoint, drafter: Drafter, cases: list[Case], generator: torch.Generator
 ) -> tuple[TargetTables, list[Tensor], int]:
     """fp32 tables, PyTorch's drafts of every case in fp32 arithmetic, and how many of them its own dtype keeps."""
     dtype = next(drafter.parameters()).dtype
@@ -125,6 +125,7 @@ def _references(
         drafter.draft(*case[:2], case[2].to(dtype), case[3], tables.embedding, tables.lm_head)[0]
         for case in cases
     ]
+    checkpoint.page_out()  # the tables are here twice for a moment
     tables = tables.to(torch.float32, drafter.config)
     if dtype == torch.float32:
         return tables, own, sum(drafts.numel() for drafts in own)
