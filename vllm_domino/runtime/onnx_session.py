@@ -81,7 +81,11 @@ class OnnxSession:
         if self._tables is None:
             raise RuntimeError("the session is closed, or bind_target has not been called")
         inputs = (anchor_ids, anchor_positions, context_kv, context_lengths, *self._tables)
-        block = self._blocks[out.shape[1]]
+        block = self._blocks.get(out.shape[1])
+        if block is None:
+            raise RuntimeError(
+                f"room for {out.shape[1]} draft tokens, this session drafts {self.draft_sizes}"
+            )
         outputs = (out, *self._score_buffers(block.entry, out.shape[0])) if self.options.scores else (out,)
         block.run(inputs, outputs)
 
