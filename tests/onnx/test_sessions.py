@@ -15,6 +15,9 @@ from vllm_domino.model.drafter import Drafter, HeadOptions
 from vllm_domino.runtime.factory import open_session
 
 CPU = torch.device("cpu")
+CPU_RECIPE = EngineRecipe(
+    name="cpu", backend="onnxruntime", dtype="float32", providers=("CPUExecutionProvider",)
+)
 
 
 def _open(folder, embedding, lm_head, dtype=torch.float32):
@@ -78,6 +81,26 @@ def test_short_blocks_draft_what_pytorch_drafts_in_a_short_block(engines, name, 
             out = torch.full((batch, count), -1)
             session.draft(*case, out)
             assert torch.equal(out, drafter.draft(*case, *tables)[0]), (count, batch)
+
+
+def test_short_blocks_that_are_not_shorter_are_refused(engines, tmp_path):
+    checkpoint, _ = engines("shift")  # blocks of 4
+    for size, drafts in ((4, 0), (3, 3)):
+        recipe = ExportRecipe(name="x", checkpoint=str(checkpoint), draft_tokens=drafts, short_blocks=(size,))
+        with pytest.raises(ValueError, match=f"short_blocks contains {size}.* leave {size} out"):
+            build_engine(recipe, CPU_RECIPE, tmp_path / "x", export_root=tmp_path / "export")
+    gpu = EngineRecipe(
+        name="gpu",
+        backend="tensorrt_rtx",
+        compute_capability="8.9",
+        dtype="bfloat16",
+        batch_buckets=(1,),
+        context_buckets=(2048,),
+    )
+    recipe = ExportRecipe(name="x", checkpoint=str(checkpoint), short_blocks=(3,))
+    with pytest.raises(ValueError, match="short_blocks are for backend 'onnxruntime' only"):
+        build_engine(recipe, gpu, tmp_path / "x", export_root=tmp_path / "export")
+    assert not (tmp_path / "x").exists()
 
 
 def test_scores_equal_the_references(engines):

@@ -155,11 +155,6 @@ class EngineRecipe(_Strict):
                 raise ValueError(
                     "dtype 'float32' has no fused attention on a GPU; use 'float16' or 'bfloat16'"
                 )
-            if self.short_blocks:
-                raise ValueError(
-                    "short_blocks are for backend 'onnxruntime' only: a plan holds its weights, so every further "
-                    "block would hold them again; remove the key, or build one engine per draft_tokens"
-                )
             if self.providers:
                 raise ValueError("providers are for backend 'onnxruntime' only")
         if self.context_buckets and self.context_buckets[-1] != self.draft_window:

@@ -18,7 +18,7 @@ from vllm_domino.config.vocabulary import read_recipe_checkpoint
 from vllm_domino.engine.manifest import MANIFEST_FILE, EngineManifest
 from vllm_domino.engine.target import target_facts
 from vllm_domino.export.contract import block_graph, context_graph
-from vllm_domino.export.onnx_export import export_graphs, head_options, tool_versions
+from vllm_domino.export.onnx_export import export_as, head_options, tool_versions
 from vllm_domino.export.report import VOCAB_FILE, ExportReport, FileEntry, GraphEntry, HeadEntry, load_export
 from vllm_domino.files import require_space, staged_directory
 
@@ -103,6 +103,11 @@ def _check_buildable(recipe: ExportRecipe, engine: EngineRecipe) -> None:
                 f'= "float32"'
             )
         return
+    if recipe.short_blocks:
+        raise ValueError(
+            f"engine {engine.name}: short_blocks are for backend 'onnxruntime' only, as a plan holds its weights and "
+            "every further block would hold them again; remove the key, or build one engine per draft_tokens"
+        )
     from vllm_domino.engine.tensorrt import check_recipe
 
     check_recipe(engine, recipe.candidate_pool or None)
@@ -110,25 +115,17 @@ def _check_buildable(recipe: ExportRecipe, engine: EngineRecipe) -> None:
 
 def _exported(checkpoint: DraftCheckpoint, recipe: ExportRecipe, folder: Path, say: Progress) -> ExportReport:
     """The graphs of this very checkpoint, made by these versions: those in `folder`, or new ones there."""
-    options = head_options(recipe)
+    head = HeadEntry.of(head_options(recipe), checkpoint)
     try:
         report = load_export(folder)
         versions = tool_versions("torch", "onnx", "onnxscript", "onnx-ir")
         made_from = report.fingerprint, report.head, report.versions
-        if made_from == (checkpoint.fingerprint, HeadEntry.of(options, checkpoint), versions):
+        if made_from == (checkpoint.fingerprint, head, versions):
             say(f"using the graphs in {folder}")
             return report
     except ValueError:
         pass  # none there, or not whole: made anew
-    return export_graphs(
-        checkpoint,
-        options,
-        recipe.torch_dtype,
-        folder,
-        short_blocks=recipe.short_blocks,
-        verify_context=recipe.verify_context,
-        progress=say,
-    )
+    return export_as(recipe, checkpoint, folder, say)
 
 
 def _onnx_files(folder: Path, report: ExportReport, stage: Path) -> dict[str, Any]:

@@ -47,12 +47,17 @@ def run_export_recipe(
     """
     say = progress or (lambda _: None)
     say(f"reading {recipe.checkpoint}")
-    checkpoint = read_recipe_checkpoint(recipe)
-    options = head_options(recipe)
     folder = out_dir or Path("export/built") / recipe.build_name
+    return export_as(recipe, read_recipe_checkpoint(recipe), folder, progress)
+
+
+def export_as(
+    recipe: ExportRecipe, checkpoint: DraftCheckpoint, folder: Path, progress: Progress | None = None
+) -> ExportReport:
+    """`export_graphs` with the recipe's settings, for who has read its checkpoint already."""
     return export_graphs(
         checkpoint,
-        options,
+        head_options(recipe),
         recipe.torch_dtype,
         folder,
         short_blocks=recipe.short_blocks,
@@ -165,14 +170,15 @@ def _shortened(
     """The same drafter on blocks of `size` tokens.
 
     Raises:
-        ValueError: not shorter than the drafter's own block, or too short for its pure prefix.
+        ValueError: it gives no fewer draft tokens than the whole block, or is too short for the pure prefix.
     """
-    whole = checkpoint.config
-    if not size < whole.block_size:
-        raise ValueError(
-            f"short_blocks contains {size}, a block of this drafter has {whole.block_size}; leave {size} out"
-        )
+    whole, drafts = checkpoint.config, options.drafts_of(checkpoint.config)
     config = dataclasses.replace(whole, block_size=size)
+    if size >= whole.block_size or config.num_draft_tokens >= drafts:
+        raise ValueError(
+            f"short_blocks contains {size}, which gives {config.num_draft_tokens} draft tokens, and the whole block of "
+            f"{whole.block_size} gives {drafts} here; leave {size} out"
+        )
     return dataclasses.replace(checkpoint, config=config), dataclasses.replace(options, draft_tokens=None)
 
 

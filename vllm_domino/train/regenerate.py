@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,27 @@ def load_prompts(source: str, split: str, strict: bool) -> tuple[list[list[dict]
         ) from error
     name = "main" if source == "openai/gsm8k" else None
     return [messages_of(row) for row in load_dataset(source, name, split=split)], []
+
+
+def regenerate_shards(
+    target: str,
+    prompts: list[list[dict]],
+    work: Path,
+    options: Regeneration,
+    env: dict[str, str],
+    shards: int,
+) -> list[Path]:
+    """As `regenerate`, by `shards` engines side by side, every shards-th prompt by the same one; one file each."""
+    import transformers.models.auto  # noqa: F401  (two threads that import it at once break each other)
+
+    files = [work / f"regenerated-{shard}.jsonl" for shard in range(shards)]
+
+    def answer(shard: int) -> None:
+        regenerate(target, prompts[shard::shards], files[shard], options, f"greedy{shard}-", env=env)
+
+    with ThreadPoolExecutor(shards) as pool:
+        list(pool.map(answer, range(shards)))
+    return files
 
 
 def regenerate(

@@ -9,11 +9,10 @@ import gzip
 import importlib.util
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-from vllm_domino.train.regenerate import Regeneration, regenerate
+from vllm_domino.train.regenerate import Regeneration, regenerate_shards
 from vllm_domino.train.target_main import load_pairs
 from vllm_domino.train.tiny import SHARDS, in_background, one_thread, recipe_command
 
@@ -144,21 +143,11 @@ def _train(target: Path, data: list[Path], out: Path, steps: int) -> None:
 
 
 def _answers(target: Path, asked: list[str], work: Path) -> list[Path]:
-    """Greedy answers, every SHARDS-th prompt by the same engine; one file per engine."""
-    import transformers.models.auto  # noqa: F401  (two threads that import it at once break each other)
-
     options = Regeneration(
         max_tokens=MAX_TOKENS,
         max_length=MAX_LENGTH,
         dtype="bfloat16",
         engine_args={"enforce_eager": True, "max_num_seqs": 64},
     )
-    files = [work / f"regenerated-{shard}.jsonl" for shard in range(SHARDS)]
-
-    def answer(shard: int) -> None:
-        messages = [[{"role": "user", "content": text}] for text in asked[shard::SHARDS]]
-        regenerate(str(target), messages, files[shard], options, f"greedy{shard}-", env=one_thread())
-
-    with ThreadPoolExecutor(SHARDS) as pool:
-        list(pool.map(answer, range(SHARDS)))
-    return files
+    messages = [[{"role": "user", "content": text}] for text in asked]
+    return regenerate_shards(str(target), messages, work, options, one_thread(), SHARDS)

@@ -14,11 +14,10 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vllm_domino.train.recipe import DrafterRecipe
-from vllm_domino.train.regenerate import Regeneration, load_prompts, regenerate
+from vllm_domino.train.regenerate import Regeneration, load_prompts, regenerate_shards
 from vllm_domino.train.run_dir import file_digest
 
 DRAFTER = {
@@ -88,28 +87,15 @@ def run_target(questions: Path, out: Path, processes: int, **changes) -> dict:
     return json.loads((out / "facts.json").read_text())
 
 
-def regenerate_shards(target: Path, pairs: Path, work: Path) -> list[Path]:
-    """Greedy answers to all questions and to a variation of each; every SHARDS-th one comes from the same engine.
+def tiny_answers(target: Path, pairs: Path, work: Path) -> list[Path]:
+    """Greedy answers to all questions and to a variation of each; returns one file per engine.
 
     The target was trained on the questions and knows their answers better than any others': a drafter that sees
     only those learns a surer target than it will meet.
-
-    Returns:
-        One file per engine.
     """
-    import transformers.models.auto  # noqa: F401  (two threads that import it at once break each other)
-
     messages, _ = load_prompts(str(pairs), "train", strict=True)
     messages = [message for one in messages for message in (one, other_numbers(one))]
-    files = [work / f"regenerated-{shard}.jsonl" for shard in range(SHARDS)]
-
-    def answer(shard: int) -> None:
-        part = messages[shard::SHARDS]
-        regenerate(str(target), part, files[shard], GREEDY, f"greedy{shard}-", env=one_thread())
-
-    with ThreadPoolExecutor(SHARDS) as pool:
-        list(pool.map(answer, range(SHARDS)))
-    return files
+    return regenerate_shards(str(target), messages, work, GREEDY, one_thread(), SHARDS)
 
 
 def other_numbers(messages: list[dict]) -> list[dict]:
@@ -164,7 +150,7 @@ def make_tiny(source: str, out: Path, test_data: Path | None = None) -> dict:
     target = out / "target"
     if not (target / "facts.json").exists():
         run_target(pairs, target, processes=min(2, os.cpu_count() or 1))
-    data = regenerate_shards(target, pairs, work)
+    data = tiny_answers(target, pairs, work)
     waves = (
         [["domino", "dflash"], ["eagle3"]] if (os.cpu_count() or 1) > 1 else [[method] for method in METHODS]
     )
