@@ -67,7 +67,7 @@ def test_engine_overrides_dtype_and_pool():
     )
     assert export.with_overrides(load_engine_recipe(ROOT / "engines/cpu.toml")).build_name == "qwen3-8b-fp32"
     by_load = export.with_overrides(load_engine_recipe(ROOT / "engines/cpu-by-load.toml"))
-    assert by_load.build_name == "qwen3-8b-fp32-b4-b8"
+    assert by_load.build_name == "qwen3-8b-fp32-b4-b7"
 
 
 GOOD = 'backend = "tensorrt_rtx"\ncompute_capability = "8.9"\ndtype = "bfloat16"\nbatch_buckets = [1]\n'

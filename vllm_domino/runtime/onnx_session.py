@@ -187,8 +187,10 @@ def _session_options() -> ort.SessionOptions:
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.log_severity_level = 3
-    # spinning threads would take the cores that the target's own threads need between two drafts
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Waiting threads spin while a graph runs, and sleep between two drafts, when the target's own threads need the
+    # cores.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
 
