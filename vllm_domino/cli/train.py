@@ -247,15 +247,23 @@ def results(
 
 
 @app.command()
+def plot(
+    result: Annotated[Path, typer.Argument(help="JSON from `train results`.", exists=True, dir_okay=False)],
+) -> None:
+    """Draw acceptance by draft position; the PNG lies beside the JSON."""
+    from vllm_domino.train.plot import plot_acceptance
+
+    typer.echo(plot_acceptance(result))
+
+
+@app.command()
 def tiny(
     questions: Annotated[
         str, typer.Option("--data", help="GSM8K train JSONL, or a Hugging Face id.")
     ] = "openai/gsm8k",
     out: Annotated[
         Path,
-        typer.Option(
-            help="Directory for target, domino, dflash and eagle3; 5 GB, most of it in OUT/work."
-        ),
+        typer.Option(help="Directory for target, domino, dflash and eagle3; 5 GB, most of it in OUT/work."),
     ] = Path("tiny"),
     test_data: Annotated[Path | None, typer.Option(help="JSONL of questions to evaluate on.")] = None,
 ) -> None:
