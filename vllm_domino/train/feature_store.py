@@ -4,8 +4,9 @@ A store is a folder named by everything that its features depend on, so that two
 It is filled the first time a sample is met. Processes of one host may fill it together: they write rows of the same
 meaning, and a sample counts as done after its rows are on the disk.
 
-The target rounds differently in batches of another size. A sample keeps the features of the batch in which it was
-first met; until then, and whenever that batch comes again, the loss is bit for bit the one without a store.
+The target rounds differently in another batch (there, up to a tenth of the tiny pair's bf16 features differ).
+A sample keeps the features of the batch in which it was first met; until the next epoch, and wherever that batch comes
+again, the loss is bit for bit the one without a store.
 """
 
 from __future__ import annotations
