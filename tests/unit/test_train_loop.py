@@ -167,6 +167,23 @@ def test_a_run_may_start_from_another_ones_checkpoint(target, data, tmp_path):
         run(target, data, tmp_path / "third", emb_dim=8, start_from=start)
 
 
+def test_drafters_that_share_the_targets_features_come_out_as_without(target, data, tmp_path, monkeypatch):
+    """One fills the store and is stopped on the way, the other two read; within an epoch every bit is the same."""
+    shared = LoopOptions(features=tmp_path / "features", save_every=3, stop_after=3)
+    resumed = LoopOptions(features=tmp_path / "features", resume=True)
+    for method in ("domino", "dflash"):
+        run(target, data, tmp_path / method, method=method)
+        if method == "domino":
+            run(target, data, tmp_path / f"{method}-shared", shared, method=method)
+        else:
+            monkeypatch.setattr(FrozenTarget, "features", None)  # all 6 steps are in the store
+        run(target, data, tmp_path / f"{method}-shared", resumed, method=method)
+        plain, stored = weights_of(tmp_path / method), weights_of(tmp_path / f"{method}-shared")
+        assert all(torch.equal(plain[name], stored[name]) for name in plain)
+    (folder,) = (tmp_path / "features").iterdir()
+    assert sum((folder / "done").read_bytes()) == 12  # of 24 samples, 6 steps of 2
+
+
 def test_eagle3_writes_what_vllm_reads(target, data, tmp_path):
     from safetensors.torch import load_file
 

@@ -115,6 +115,13 @@ def drafter(
     save_every: int = 500,
     log_every: int = 20,
     processes: Annotated[int, typer.Option(help="Processes on this host (DDP); 1: this one.")] = 1,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the target's features here (a local disk), for later epochs and other drafters of this target "
+            "and data. Takes tokens x layers x hidden size x 2 bytes (4 with precision fp32): 4.3 GB for the tiny pair."
+        ),
+    ] = None,
     strict: Strict = False,
 ) -> None:
     """Train a Domino, DFlash or EAGLE-3 drafter.
@@ -129,7 +136,12 @@ def drafter(
     from vllm_domino.train.recipe import DrafterRecipe, parse_changes
 
     options = LoopOptions(
-        log_every=log_every, save_every=save_every, eval_every=eval_every, resume=resume, strict=strict
+        log_every=log_every,
+        save_every=save_every,
+        eval_every=eval_every,
+        resume=resume,
+        strict=strict,
+        features=features,
     )
     evaluate = training_evaluation(target, eval_prompts, eval_limit) if eval_prompts else None
     facts = train_drafter(
@@ -235,13 +247,24 @@ def results(
 
 
 @app.command()
+def plot(
+    result: Annotated[Path, typer.Argument(help="JSON from `train results`.", exists=True, dir_okay=False)],
+) -> None:
+    """Draw acceptance by draft position; the PNG lies beside the JSON."""
+    from vllm_domino.train.plot import plot_acceptance
+
+    typer.echo(plot_acceptance(result))
+
+
+@app.command()
 def tiny(
     questions: Annotated[
         str, typer.Option("--data", help="GSM8K train JSONL, or a Hugging Face id.")
     ] = "openai/gsm8k",
-    out: Annotated[Path, typer.Option(help="Directory for target, domino, dflash and eagle3.")] = Path(
-        "tiny"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(help="Directory for target, domino, dflash and eagle3; 5 GB, most of it in OUT/work."),
+    ] = Path("tiny"),
     test_data: Annotated[Path | None, typer.Option(help="JSONL of questions to evaluate on.")] = None,
 ) -> None:
     """Make the whole tiny pair: tokenizer, target, regenerated data, Domino, DFlash and EAGLE-3 drafters."""
@@ -259,9 +282,10 @@ def smollm2(
     test_questions: Annotated[
         str, typer.Option("--test-data", help="GSM8K test JSONL, or a Hugging Face id.")
     ] = "openai/gsm8k",
-    out: Annotated[Path, typer.Option(help="Directory for target, domino, dflash and results.")] = Path(
-        "runs/smollm2"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(help="Directory for target, domino, dflash and results; 5 GB, most of it in OUT/work."),
+    ] = Path("runs/smollm2"),
     questions: Annotated[int, typer.Option(help="Questions of GSM8K to train on.")] = 2000,
     steps: Annotated[int, typer.Option(help="Training steps of each drafter.")] = 1000,
 ) -> None:

@@ -68,7 +68,7 @@ def _summary(by_seed: dict[int, float], steps: int) -> dict:
 
 def _start(target: Path, data: list[Path], directory: Path, changes: dict) -> subprocess.Popen:
     directory.mkdir(parents=True, exist_ok=True)
-    command = drafter_command(target, data, directory, changes)
+    command = drafter_command(target, data, directory, changes, directory.parent / "work/features")
     with (directory / "train.log").open("a") as log:
         return subprocess.Popen(command, env=one_thread(), stdout=log, stderr=log)
 

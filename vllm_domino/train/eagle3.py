@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from vllm_domino.model.backbone import RMSNorm, apply_rope, rope_tables
 from vllm_domino.train.data import Sample, pad_batch
+from vllm_domino.train.feature_store import FeatureStore, batch_features
 from vllm_domino.train.objective import Terms
 from vllm_domino.train.recipe import DrafterRecipe
 from vllm_domino.train.target_features import FrozenTarget
@@ -130,10 +131,11 @@ def rope_theta(config: Any) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class EaglePrepared:
-    """One micro-batch: ids [B, T] int64 and weights [B, T, J] fp32 (step j at index t predicts token t + 2 +
-    j).
+    """One micro-batch: samples [B], ids [B, T] int64 and weights [B, T, J] fp32 (step j at index t predicts
+    token t + 2 + j).
     """
 
+    indices: list[int]
     ids: Tensor
     weights: Tensor
     weight_sum: float
@@ -190,8 +192,16 @@ class EagleObjective(nn.Module):
 class EagleTask:
     """What the loop needs to know of EAGLE-3."""
 
-    def __init__(self, recipe: DrafterRecipe, target: FrozenTarget, samples: list[Sample], pad: int):
+    def __init__(
+        self,
+        recipe: DrafterRecipe,
+        target: FrozenTarget,
+        samples: list[Sample],
+        pad: int,
+        store: FeatureStore | None = None,
+    ):
         self.recipe, self.target, self.samples, self.pad = recipe, target, samples, pad
+        self.store = store
         config = target.model.config
         features = len(target.layer_ids) * config.hidden_size
         drafter = EagleDrafter(config, features, target.lm_head)
@@ -202,6 +212,7 @@ class EagleTask:
         ids, mask = pad_batch([self.samples[index] for index in indices], self.pad)
         weights = step_weights(mask, self.recipe.eagle_steps)
         return EaglePrepared(
+            indices=indices,
             ids=ids,
             weights=weights,
             weight_sum=float(weights.sum()),
@@ -217,7 +228,8 @@ class EagleTask:
         weight_sum: float,
     ) -> Terms:
         """Features of the frozen target, then all steps."""
-        features = self.target.features(prepared.ids, autocast=self.recipe.precision == "bf16")
+        autocast = self.recipe.precision == "bf16"
+        features = batch_features(self.target, self.store, prepared.indices, prepared.ids, autocast)
         return module(features, prepared.ids, prepared.weights, weight_sum)
 
     def rebuild(self, weights: dict[str, Tensor]) -> EagleDrafter:

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from vllm_domino.train.data import DataCounts, Sample, StepBatches, check_samples, read_samples
+from vllm_domino.train.feature_store import FeatureStore
 from vllm_domino.train.losses import lambda_base
 from vllm_domino.train.objective import accepted_lengths
 from vllm_domino.train.optim import build_optimizers, learning_rate_factor
@@ -28,13 +29,17 @@ from vllm_domino.train.tasks import Task, build_task
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LoopOptions:
-    """How often things happen and where; nothing here changes the weights that come out."""
+    """How often things happen and where; nothing here changes what is trained.
+
+    features: directory of feature stores (`feature_store.py`); None runs the target in every step.
+    """
 
     log_every: int = 20
     save_every: int = 500
     eval_every: int = 0
     resume: bool = False
     strict: bool = False
+    features: Path | None = None
     stop_after: int | None = None  # end the process after this many steps of this call, as a kill would
 
 
@@ -51,9 +56,24 @@ def train_drafter(
     `evaluate(drafter, target model)` gives figures for the log, called on the main process every
     `eval_every` steps.
     """
+    trainer, facts = prepare_training(target_source, data, out, recipe, options or LoopOptions(), evaluate)
+    facts = trainer.train() | facts
+    if trainer.accelerator.is_main_process:
+        (out / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+    return facts
+
+
+def prepare_training(
+    target_source: str,
+    data: list[Path],
+    out: Path,
+    recipe: DrafterRecipe,
+    options: LoopOptions,
+    evaluate: Callable[[nn.Module, Any], dict] | None = None,
+) -> tuple[Trainer, dict]:
+    """Everything before the first step, with all that may be refused; returns facts of target and data too."""
     from transformers import AutoConfig, AutoTokenizer
 
-    options = options or LoopOptions()
     accelerator = Accelerator(mixed_precision="bf16" if recipe.precision == "bf16" else "no")
     tokenizer = AutoTokenizer.from_pretrained(target_source)
     target_config = AutoConfig.from_pretrained(target_source)
@@ -63,24 +83,23 @@ def train_drafter(
     check_samples(
         samples, recipe.block_size, None if recipe.method == "eagle3" else mask_id, target_config.vocab_size
     )
-    main = accelerator.is_main_process
-    run = RunDirectory(out, recipe, target_source, data, options.resume, main)
+    run = RunDirectory(out, recipe, target_source, data, options.resume, main=accelerator.is_main_process)
     accelerator.wait_for_everyone()  # every process has looked before the main one writes
-    run.start()
     dtype = (
         torch.float32 if accelerator.device.type == "cpu" or recipe.precision == "fp32" else torch.bfloat16
     )
     target = FrozenTarget(target_source, layer_ids, dtype, accelerator.device)
+    store = None
+    if options.features:
+        store = FeatureStore(options.features, target, samples, autocast=recipe.precision == "bf16")
     torch.manual_seed(recipe.seed)
-    task = build_task(recipe, target, mask_id, samples, tokenizer.pad_token_id or 0)
-    trainer = _Trainer(accelerator, task, samples, recipe, options, run, evaluate)
-    facts = trainer.train() | _data_facts(counts, samples) | {"target": target_source}
-    if main:
-        (out / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
-    return facts
+    task = build_task(recipe, target, mask_id, samples, tokenizer.pad_token_id or 0, store)
+    trainer = Trainer(accelerator, task, samples, recipe, options, run, evaluate)
+    run.start()  # after everything that refuses: a refused call leaves no directory behind
+    return trainer, _data_facts(counts, samples) | {"target": target_source}
 
 
-class _Trainer:
+class Trainer:
     """State of one run: the prepared module, its optimizers and the step counter."""
 
     def __init__(

@@ -100,7 +100,8 @@ def tiny_results(
 
     Args:
         runs: method -> run directory (`domino`, `dflash`, `eagle3`).
-        test: questions for the reference loop. answers: the target's greedy answers to them, for EAGLE-3.
+        test: questions for the reference loop. answers: the target's greedy answers to them, for EAGLE-3 and for
+            Domino with its head removed (row `head_removed` of `acceptance`).
     """
     from vllm_domino.train.data import read_samples
     from vllm_domino.train.evaluate import evaluate_checkpoint, read_questions
@@ -126,6 +127,9 @@ def tiny_results(
             questions = read_questions(test, len(samples))
             figures = evaluate_checkpoint(str(target), str(run), questions, max_new_tokens=ANSWER_TOKENS)
             details[method] = figures | {"measured_by": "reference loop"}
+        if method == "domino":
+            bare = replay_checkpoint(str(target), str(run), samples, without_head=True)
+            details["head_removed"] = bare | {"measured_by": "replay"}
         lengths[method] = details[method]["acceptance_length"]
     return {
         "schema_version": SCHEMA_VERSION,

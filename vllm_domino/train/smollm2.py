@@ -134,7 +134,8 @@ def _train(target: Path, data: list[Path], out: Path, steps: int) -> None:
     for method in METHODS:
         if not (out / method / "facts.json").exists():
             values = DRAFTER | {"method": method, "steps": steps}
-            running[method] = in_background(recipe_command(target, data, out / method, values), out / method)
+            command = recipe_command(target, data, out / method, values, out / "work/features")
+            running[method] = in_background(command, out / method)
     for method, process in running.items():
         if process.wait():
             raise ValueError(

@@ -19,7 +19,7 @@ class FrozenTarget:
 
         self.model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
         self.model.requires_grad_(False)
-        self.layer_ids, self.device, self.dtype = layer_ids, device, dtype
+        self.source, self.layer_ids, self.device, self.dtype = source, layer_ids, device, dtype
         self.embedding: Tensor = self.model.get_input_embeddings().weight  # [V, H]
         self.lm_head: Tensor = self.model.get_output_embeddings().weight  # [V, H]
 

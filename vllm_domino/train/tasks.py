@@ -15,6 +15,7 @@ from vllm_domino.config.draft import DraftConfig
 from vllm_domino.model.drafter import Drafter
 from vllm_domino.train.blocks import Blocks, build_blocks, sample_anchors
 from vllm_domino.train.data import Sample, anchor_generator, pad_batch
+from vllm_domino.train.feature_store import FeatureStore, batch_features
 from vllm_domino.train.objective import DraftObjective, Terms
 from vllm_domino.train.recipe import DrafterRecipe, draft_config
 from vllm_domino.train.target_features import FrozenTarget
@@ -24,6 +25,7 @@ from vllm_domino.train.target_features import FrozenTarget
 class Prepared:
     """One micro-batch before the target has seen it."""
 
+    indices: list[int]  # which samples, [B]
     ids: Tensor  # [B, T] int64
     blocks: Blocks
     weight_sum: float
@@ -70,8 +72,10 @@ class BlockTask:
         config: DraftConfig,
         samples: list[Sample],
         pad: int,
+        store: FeatureStore | None = None,
     ):
         self.recipe, self.target, self.config, self.samples, self.pad = recipe, target, config, samples, pad
+        self.store = store
         drafter = Drafter(config)
         if recipe.init_from_target:
             copy_target_layers(drafter, target.model)
@@ -90,6 +94,7 @@ class BlockTask:
         )
         blocks = build_blocks(self.config, ids, mask, anchors, used, self.recipe.gamma)
         return Prepared(
+            indices=indices,
             ids=ids,
             blocks=blocks,
             weight_sum=float(blocks.weights.sum()),
@@ -99,7 +104,8 @@ class BlockTask:
 
     def loss(self, module: nn.Module, prepared: Prepared, lambda_base: float, weight_sum: float) -> Terms:
         """Features of the frozen target, then the drafter's loss."""
-        features = self.target.features(prepared.ids, autocast=self.recipe.precision == "bf16")
+        autocast = self.recipe.precision == "bf16"
+        features = batch_features(self.target, self.store, prepared.indices, prepared.ids, autocast)
         return module(features, prepared.blocks, lambda_base, weight_sum)
 
     def rebuild(self, weights: dict[str, Tensor]) -> Drafter:
@@ -157,12 +163,18 @@ def copy_target_layers(drafter: Drafter, target: nn.Module) -> None:
 
 
 def build_task(
-    recipe: DrafterRecipe, target: FrozenTarget, mask_id: int | None, samples: list[Sample], pad: int
+    recipe: DrafterRecipe,
+    target: FrozenTarget,
+    mask_id: int | None,
+    samples: list[Sample],
+    pad: int,
+    store: FeatureStore | None = None,
 ) -> Task:
-    """The task of a recipe's method."""
+    """The task of a recipe's method; with a store, features come from there."""
     if recipe.method == "eagle3":
         from vllm_domino.train.eagle3 import EagleTask
 
-        return EagleTask(recipe, target, samples, pad)
+        return EagleTask(recipe, target, samples, pad, store)
     assert mask_id is not None  # check_target refused the recipe otherwise
-    return BlockTask(recipe, target, draft_config(recipe, target.model.config, mask_id), samples, pad)
+    config = draft_config(recipe, target.model.config, mask_id)
+    return BlockTask(recipe, target, config, samples, pad, store)

@@ -109,22 +109,33 @@ def other_numbers(messages: list[dict]) -> list[dict]:
     return [one | {"content": re.sub(r"\d+", other, one["content"])} for one in messages]
 
 
-def drafter_command(target: Path, data: list[Path], out: Path, changes: dict) -> list[str]:
+def drafter_command(
+    target: Path, data: list[Path], out: Path, changes: dict, features: Path | None = None
+) -> list[str]:
     """Command line that trains a drafter with the shipped recipe and some changes to it."""
-    return recipe_command(target, data, out, DRAFTER | METHODS.get(changes.get("method", ""), {}) | changes)
+    values = DRAFTER | METHODS.get(changes.get("method", ""), {}) | changes
+    return recipe_command(target, data, out, values, features)
 
 
-def recipe_command(target: Path, data: list[Path], out: Path, values: dict) -> list[str]:
-    """Command line that trains a drafter with these recipe fields, or goes on with the run in `out`."""
+def recipe_command(
+    target: Path, data: list[Path], out: Path, values: dict, features: Path | None = None
+) -> list[str]:
+    """Command line that trains a drafter with these recipe fields, or goes on with the run in `out`.
+
+    Drafters with the same `features` directory share what the target computes.
+    """
     command = [sys.executable, "-m", "vllm_domino.cli.main", "train", "drafter", "--target", str(target)]
     command += [f"--data={path}" for path in data]
     command += ["--out", str(out), *(f"--set={name}={json.dumps(value)}" for name, value in values.items())]
+    command += ["--features", str(features)] if features else []
     return [*command, "--resume"] if (out / "run.json").exists() else command
 
 
-def start_drafter(method: str, target: Path, data: list[Path], out: Path) -> subprocess.Popen:
+def start_drafter(
+    method: str, target: Path, data: list[Path], out: Path, features: Path | None = None
+) -> subprocess.Popen:
     """Train one of the shipped drafters in the background; its log is `OUT/train.log`."""
-    return in_background(drafter_command(target, data, out, {"method": method}), out)
+    return in_background(drafter_command(target, data, out, {"method": method}, features), out)
 
 
 def in_background(command: list[str], out: Path) -> subprocess.Popen:
@@ -156,7 +167,7 @@ def make_tiny(source: str, out: Path, test_data: Path | None = None) -> dict:
     )
     for wave in waves:
         running = {
-            method: start_drafter(method, target, data, work / method)
+            method: start_drafter(method, target, data, work / method, work / "features")
             for method in wave
             if not (work / method / "facts.json").exists()
         }
