@@ -12,8 +12,9 @@ import itertools
 import json
 import logging
 import os
+import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,7 @@ os.environ.update(ENVIRONMENT)
 SERVER_ENVIRONMENT = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 import vllm_domino  # noqa: E402
 from vllm_domino.assets_path import GSM8K_QUESTIONS, TINY  # noqa: E402
@@ -65,12 +67,12 @@ OPTIONS: dict[str, Any] = {
 _request_ids = itertools.count()
 
 
-def build_test_engine(folder: Path) -> Path:
-    """The tiny drafter's CPU engine, built once per state of the code that makes it."""
+def build_test_engine(folder: Path, drafter: Path = DOMINO) -> Path:
+    """A tiny drafter's CPU engine, built once per state of the code that makes it."""
     from vllm_domino.engine.build import build_engine
     from vllm_domino.engine.check import load_engine_dir
 
-    digest = hashlib.sha256(read_checkpoint(DOMINO).fingerprint.encode())
+    digest = hashlib.sha256(read_checkpoint(drafter).fingerprint.encode())
     package = Path(vllm_domino.__file__).parent
     for part in ("config", "engine", "export", "model"):
         for source in sorted((package / part).glob("*.py")):
@@ -81,7 +83,7 @@ def build_test_engine(folder: Path) -> Path:
     try:
         load_engine_dir(engine)
     except ValueError:
-        export = ExportRecipe(name="tiny", checkpoint=str(DOMINO), target=str(TARGET), verify_context=256)
+        export = ExportRecipe(name="tiny", checkpoint=str(drafter), target=str(TARGET), verify_context=256)
         device = EngineRecipe(
             name="cpu",
             backend="onnxruntime",
@@ -91,6 +93,23 @@ def build_test_engine(folder: Path) -> Path:
         )
         build_engine(export, device, engine, export_root=root / "export")
     return engine
+
+
+def untied_target(
+    folder: Path, make_head: Callable[[torch.Tensor], dict[str, torch.Tensor]], **config: Any
+) -> Path:
+    """A copy of the tiny target whose LM head is apart from its embedding.
+
+    make_head: the head's tensors by name, from the tied matrix [V, H].
+    config: further fields of config.json.
+    """
+    shutil.copytree(TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    weights = {k: value for file in TARGET.glob("*.safetensors") for k, value in load_file(file).items()}
+    weights |= make_head(weights["model.embed_tokens.weight"])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": False} | config))
+    return folder
 
 
 def speculative(model: Path | str, tokens: int = BLOCK) -> dict[str, Any]:
@@ -253,11 +272,11 @@ class Reference:
     drafter: Drafter
 
     @classmethod
-    def load(cls) -> Reference:
+    def load(cls, drafter: Path = DOMINO) -> Reference:
         from transformers import AutoModelForCausalLM
 
         target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-        return cls(target, Drafter.from_checkpoint(read_checkpoint(DOMINO), dtype=torch.float32).eval())
+        return cls(target, Drafter.from_checkpoint(read_checkpoint(drafter), dtype=torch.float32).eval())
 
     def decode(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> ReferenceRun:
         """Greedy, `num_tokens` and then some: enough that no round that starts before them is cut short."""

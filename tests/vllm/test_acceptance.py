@@ -7,12 +7,16 @@ preemption, in a window.
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from harness import (
+    DFLASH,
     V2,
     Counters,
+    Reference,
     Trace,
+    build_test_engine,
     check_drafts,
     generate,
     mean_acceptance,
@@ -103,3 +107,13 @@ def test_with_a_window_shorter_than_the_context(engine, tmp_path, reference, run
     assert found == [run.output for run in windowed]
     assert counted.drafts == sum(len(run.rounds) for run in windowed)
     assert counted.acceptance_length == pytest.approx(mean_acceptance(windowed), rel=TOLERANCE)
+
+
+def test_an_engine_from_a_dflash_checkpoint(tmp_path, chats, request):
+    """Its checkpoint is left to vLLM; an engine of it is ours, and drafts without a head what the reference does."""
+    engine = build_test_engine(Path(request.config.cache.mkdir("vllm-domino-engines")), DFLASH)
+    reference, trace = Reference.load(DFLASH), Trace(tmp_path / "trace")
+    runs = [reference.decode(chat, 24) for chat in chats[: 4 if V2 else 12]]
+    with open_llm(speculative(engine), trace=trace.path) as llm:
+        assert not proposer_of(llm).model.session.config.has_head
+        _check(llm, trace, reference, runs)

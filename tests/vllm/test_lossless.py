@@ -4,6 +4,7 @@ import pytest
 import torch
 from harness import (
     MAX_LEN,
+    V2,
     Counters,
     Trace,
     chi_square_p,
@@ -54,16 +55,23 @@ def test_greedy_output_is_the_target_s_at_every_concurrency(served, prompts, par
         assert counted.failures == 0
 
 
-def test_draft_tokens_by_load(engine, prompts, params, expected, tmp_path):
-    """vLLM's own schedule: a step asks for the draft tokens of its batch size and gets just as many."""
+@pytest.mark.v2
+def test_draft_tokens_by_load(engine, plain, prompts, params, tmp_path):
+    """vLLM's own schedule: a step asks for the draft tokens of its batch size and gets just as many, or none."""
+    if V2:
+        prompts, params = prompts[::8], params[::8]
+    expected = tokens(generate(plain, prompts, params))
     trace = Trace(tmp_path / "drafts.jsonl")
-    spec = speculative(engine) | {
-        "num_speculative_tokens_per_batch_size": [[1, 1, 15], [2, 4, 7], [5, 32, 3]]
-    }
+    schedule = [[1, 1, 15], [2, 4, 7], [5, 7, 3], [8, 32, 0]]
+    spec = speculative(engine) | {"num_speculative_tokens_per_batch_size": schedule}
     with open_llm(spec, trace=trace.path) as llm:
-        found = tokens(generate(llm, prompts, params, concurrency=8))
-    assert found == expected
+        before = Counters.of(llm)
+        assert tokens(generate(llm, prompts, params, concurrency=8)) == expected
+        assert tokens(generate(llm, prompts[-1:], params[-1:])) == expected[-1:]
+        counted = Counters.of(llm).since(before)
     assert {len(drafts) for _, _, drafts in trace.take()} == {3, 7, 15}
+    assert counted.failures == 0
+    assert counted.acceptance_length > 1
 
 
 class Remembering:

@@ -26,6 +26,7 @@ from harness import (
     runner_of,
     speculative,
     tokens,
+    untied_target,
 )
 from vllm import SamplingParams
 
@@ -127,6 +128,43 @@ def test_more_draft_tokens_than_the_block_has(engine, reference):
 
 def test_lora(engine):
     _refused(engine, "LoRA", "--enable-lora", enable_lora=True)
+
+
+def test_a_quantized_lm_head(engine, tmp_path):
+    """The tiny target with its LM head in int8, which vLLM serves on a CPU."""
+    target = _with_int8_head(tmp_path / "target")
+    with open_llm(target=target, **SMALL) as llm:
+        head = runner_of(llm).model.lm_head
+        assert type(head.quant_method).__name__ == "CompressedTensorsLinearMethod"
+        assert len(tokens(generate(llm, [[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True)))[0]) == 2
+    size = f"{SHAPE['vocab_size']} x {SHAPE['hidden_size']}"
+    parts = ("LM head must be a plain matrix of " + size, "CompressedTensorsLinearMethod", "without Domino")
+    _refused(engine, *parts, target=target)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        None,  # packed and dropped, or under another name
+        torch.zeros(64, 16, dtype=torch.int8),
+        torch.zeros(
+            64, 16, dtype=torch.float8_e4m3fn
+        ),  # in blocks: shaped like a plain one, and floating point
+        torch.zeros(16, 64),
+        torch.zeros(60, 16),
+    ],
+)
+def test_a_head_that_is_no_plain_matrix(weight):
+    from vllm_domino.plugin.checks import target_weights
+
+    model = torch.nn.Module()
+    model.embed_tokens, model.lm_head = torch.nn.Embedding(64, 16), torch.nn.Module()
+    model.lm_head.register_buffer("weight", weight)
+    with pytest.raises(ValueError, match="LM head must be a plain matrix of 64 x 16"):
+        target_weights(model, 64, 16)
+    model.embed_tokens, model.lm_head = model.lm_head, model.embed_tokens
+    with pytest.raises(ValueError, match="embedding must be a plain matrix of 64 x 16"):
+        target_weights(model, 64, 16)
 
 
 def test_a_target_that_cannot_give_hidden_states(engine, tmp_path):
@@ -265,6 +303,32 @@ def test_vllm_serve_ends_on_a_changed_manifest(tmp_path, copied):
 
 def test_vllm_serve_ends_on_two_devices(tmp_path, engine):
     _serve_fails(tmp_path, engine, "tensor parallel size is 2", args=("--tensor-parallel-size", "2"))
+
+
+def _with_int8_head(folder: Path) -> Path:
+    """The tiny target with its head quantized by output channel, as compressed-tensors has it."""
+
+    def quantized(tied: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = tied.float().abs().amax(1, keepdim=True) / 127
+        return {
+            "lm_head.weight": (tied.float() / scale).round().to(torch.int8),
+            "lm_head.weight_scale": scale,
+        }
+
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["lm_head"],
+        "weights": eight | {"strategy": "channel", "dynamic": False},
+        "input_activations": eight | {"strategy": "token", "dynamic": True},
+    }
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
+    return untied_target(folder, quantized, quantization_config=config)
 
 
 def _checkpoint(tmp_path: Path, **changes) -> Path:

@@ -57,26 +57,38 @@ def serving_facts(vllm_config: Any, device: torch.device) -> ServingFacts:
     )
 
 
-def target_weights(target_model: nn.Module, vocab_size: int) -> tuple[Tensor, Tensor]:
+def target_weights(target_model: nn.Module, vocab_size: int, hidden_size: int) -> tuple[Tensor, Tensor]:
     """The target's own embedding [V, H] and LM head [V, H], as views without vLLM's padding rows.
 
     Raises:
-        ValueError: an LM head whose weight is not plain floating point (a quantized one).
+        ValueError: one of them is no plain matrix (a quantized one).
     """
     language = (
         target_model.get_language_model() if hasattr(target_model, "get_language_model") else target_model
     )
     inner = getattr(language, "model", language)
-    embedding = inner.embed_tokens.weight
     head = getattr(language, "lm_head", None)
     if head is None:
         head = getattr(target_model, "lm_head", None)
-    lm_head = getattr(head, "weight", None)
-    hidden_size = embedding.shape[1]
-    if lm_head is None or not lm_head.is_floating_point() or lm_head.shape[1] != hidden_size:
-        found = "none" if lm_head is None else f"{lm_head.dtype} of shape {list(lm_head.shape)}"
+    embedding = _plain_matrix("embedding", inner.embed_tokens, vocab_size, hidden_size)
+    return embedding, _plain_matrix("LM head", head, vocab_size, hidden_size)
+
+
+def _plain_matrix(name: str, layer: Any, vocab_size: int, hidden_size: int) -> Tensor:
+    # quantized layers keep their weight under other names, drop it once it is packed, transpose it, or hold it in a
+    # narrower type (fp8 counts as floating point too)
+    weight = getattr(layer, "weight", None)
+    if (
+        weight is None
+        or weight.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+        or weight.dim() != 2
+        or weight.shape[0] < vocab_size
+        or weight.shape[1] != hidden_size
+    ):
+        found = "none" if weight is None else f"{weight.dtype} of shape {list(weight.shape)}"
+        method = type(getattr(layer, "quant_method", None)).__name__
         raise ValueError(
-            f"vllm-domino: the target's LM head must be a plain matrix of {vocab_size} x {hidden_size}, found {found}: "
-            "serve a target whose LM head is not quantized"
+            f"vllm-domino: the target's {name} must be a plain matrix of {vocab_size} x {hidden_size}, found {found} "
+            f"({method}): serve a target whose embedding and LM head are not quantized, or without Domino"
         )
-    return embedding[:vocab_size], lm_head[:vocab_size]
+    return weight[:vocab_size]

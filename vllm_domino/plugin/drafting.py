@@ -38,7 +38,7 @@ class Drafting(nn.Module):
         path = resolve_checkpoint(spec.model, spec.revision)
         facts = serving_facts(vllm_config, device)
         manifest = check_fit(path, facts)
-        embedding, lm_head = target_weights(target_model, facts.vocab_size)
+        embedding, lm_head = target_weights(target_model, facts.vocab_size, facts.hidden_size)
         self.session = open_session(
             path, device, vllm_config.model_config.dtype, max_batch=vllm_config.scheduler_config.max_num_seqs
         )

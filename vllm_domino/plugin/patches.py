@@ -17,18 +17,24 @@ import torch
 from torch import Tensor
 
 from vllm_domino.config.draft import ARCHITECTURES
+from vllm_domino.plugin.after_import import Patch, after_import
 from vllm_domino.plugin.recognise import is_ours
 
 _MARK = "_vllm_domino"
 # vLLM only inspects this class when it reads the config; the drafter itself is never built from it.
 _STAND_IN = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM"
+_GONE = (
+    "vllm-domino: {} is gone from this vLLM; run `python -m vllm_domino.plugin.upstream` on its wheel and report the "
+    "output"
+)
 
 
 def apply_patches() -> None:
-    """Patch once; later calls find the marks and return."""
-    import vllm.v1.sample.rejection_sampler as rejection_sampler
-    import vllm.v1.worker.gpu.model_runner as v2_runner
-    import vllm.v1.worker.gpu_model_runner as v1_runner
+    """Patch once; later calls find the marks and return. Modules that are not imported yet are patched when they are.
+
+    Raises:
+        RuntimeError: a module or a name is not in this vLLM.
+    """
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
 
@@ -36,19 +42,23 @@ def apply_patches() -> None:
     for name in ARCHITECTURES:
         if name not in known:
             ModelRegistry.register_model(name, _STAND_IN)
-    _patch_v2(v2_runner)
-    _patch_v1(_named(v1_runner, "GPUModelRunner"))
+    patches: dict[str, Patch] = {
+        "vllm.v1.worker.gpu.model_runner": _patch_v2,
+        "vllm.v1.worker.gpu_model_runner": _patch_v1,
+    }
     if current_platform.is_cpu():
-        _mend_sampling_on_cpus(rejection_sampler)
+        patches["vllm.v1.sample.rejection_sampler"] = _mend_sampling_on_cpus
+    for name, patch in patches.items():
+        try:
+            after_import(name, patch)
+        except ModuleNotFoundError as error:
+            raise RuntimeError(_GONE.format(name)) from error
 
 
 def _named(owner: Any, name: str) -> Any:
     found = getattr(owner, name, None)
     if found is None:
-        raise RuntimeError(
-            f"vllm-domino: {getattr(owner, '__name__', owner)}.{name} is gone from this vLLM; "
-            "run `python -m vllm_domino.plugin.upstream` on its wheel and report the output"
-        )
+        raise RuntimeError(_GONE.format(f"{getattr(owner, '__name__', owner)}.{name}"))
     return found
 
 
@@ -68,7 +78,8 @@ def _patch_v2(runner_module: Any) -> None:
     runner_module.init_speculator = init_speculator
 
 
-def _patch_v1(runner_class: Any) -> None:
+def _patch_v1(runner_module: Any) -> None:
+    runner_class = _named(runner_module, "GPUModelRunner")
     stock = _named(runner_class, "__init__")
     if getattr(stock, _MARK, False):
         return

@@ -18,6 +18,7 @@ class DominoSpeculator(DFlashSpeculator):
 
     _speculator_name = "Domino"
     model: Drafting
+    _step_tokens: int | None = None  # what vLLM's schedule by load wants of this step; None is all of them
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         drafting = Drafting(self.vllm_config, target_model, self.device)
@@ -32,6 +33,7 @@ class DominoSpeculator(DFlashSpeculator):
         """Capture draft steps into CUDA graphs. Not yet run on a GPU."""
         # A graph has one context length for good, so it must be the longest.
         self.draft_max_seq_len = self.max_model_len
+        self._step_tokens = None  # and the most draft tokens; vLLM drops those that a step does not want
         reserve_rows = getattr(self.model.session, "reserve_rows", None)
         if reserve_rows is not None:  # TensorRT: one execution context per captured number of rows
             assert self.query_cudagraph_manager is not None
@@ -39,6 +41,11 @@ class DominoSpeculator(DFlashSpeculator):
             counts = {self._num_graph_context_tokens(graph.num_reqs) for graph in graphs if graph.num_reqs}
             reserve_rows(sorted({size for count in counts for size in self.model.step.piece_sizes(count)}))
         super().capture()
+
+    def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As vLLM's, which drafts the most tokens whatever its schedule by load says; ours drafts what a step wants."""
+        self._step_tokens = kwargs.get("num_speculative_tokens")
+        return super().propose(*args, **kwargs)
 
     @torch.inference_mode()
     def _generate_draft(
@@ -52,6 +59,10 @@ class DominoSpeculator(DFlashSpeculator):
     ) -> None:
         """Fill `draft_tokens[:num_reqs]`; zeros (vLLM's own dummy drafts) where a step failed or has no room."""
         out = self.draft_tokens[:num_reqs]
+        count = self.num_speculative_steps if self._step_tokens is None else self._step_tokens
+        if count == 0:
+            out.zero_()
+            return
         anchors = slice(0, num_reqs * self.num_query_per_req, self.num_query_per_req)
         positions = self.input_buffers.positions[anchors]
         if self.draft_kv_cache_group_id >= 0:
@@ -59,10 +70,11 @@ class DominoSpeculator(DFlashSpeculator):
         else:  # memory profiling runs before there are block tables
             table = torch.zeros(num_reqs, 1, dtype=torch.int32, device=self.device)
         drafts = self.model.draft(
-            self.input_buffers.input_ids[anchors], positions, table, self.draft_max_seq_len
+            self.input_buffers.input_ids[anchors], positions, table, self.draft_max_seq_len, count
         )
         if drafts is None:
             out.zero_()
             return
         room = self.model.max_positions - self.model.session.config.block_size
-        torch.mul(drafts, (positions <= room).unsqueeze(1), out=out)
+        torch.mul(drafts, (positions <= room).unsqueeze(1), out=out[:, :count])
+        out[:, count:].zero_()

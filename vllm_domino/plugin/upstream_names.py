@@ -92,10 +92,18 @@ V2_SEAM = (
         ("self.model.combine_hidden_states(", "self.model.precompute_and_store_context_kv("),
         "how features and context rows reach our model",
     ),
+    Upstream("attribute", f"{_V2}.propose", why="overridden with *args: its parameters may change"),
+    Upstream(
+        "source",
+        "v1.worker.gpu.model_runner",
+        ("num_speculative_tokens=num_spec_tokens", "draft_tokens[:, num_spec_tokens:] = -1"),
+        "how a step's number of draft tokens reaches our speculator; the rest is dropped",
+    ),
     *_attributes(
         _V2,
         "draft_tokens input_buffers block_tables draft_kv_cache_group_id num_query_per_req hidden_states "
-        "max_num_tokens draft_max_seq_len max_model_len dtype device vllm_config _speculator_name",
+        "max_num_tokens draft_max_seq_len max_model_len num_speculative_steps dtype device vllm_config "
+        "_speculator_name",
         "read or set by our speculator",
     ),
 )
