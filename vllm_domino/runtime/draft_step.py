@@ -17,7 +17,7 @@ GATHER_ROWS = 16_384
 # Context rows projected at once; a longer prefill goes through in pieces.
 PROJECT_ROWS = 2_048
 # On a CPU a batch shares little, and what a graph run allocates grows with its rows: a drafter of 0.4 GB drafts 16
-# requests at 512 tokens in 0.75 GB instead of 1.7 GB, 22 % slower (benchmarks/results/step-memory.json).
+# requests at 512 tokens in 0.76 GB instead of 1.7 GB, a fifth slower (benchmarks/results/step-memory.json).
 CPU_GATHER_BYTES = 64 << 20
 CPU_PROJECT_ROWS = 256
 
