@@ -6,7 +6,7 @@ import pytest
 from bench_results import TOY, make_result, make_run
 
 from vllm_domino.bench.compare import caveats, compare_results, to_markdown, verdict
-from vllm_domino.bench.memory import tree_memory
+from vllm_domino.bench.memory import tree_file_bytes, tree_memory
 from vllm_domino.bench.result import Counters, load_result, save_result
 from vllm_domino.bench.server import Metrics
 from vllm_domino.bench.statistics import Ratio, crossover, half_width, percentile, ratio
@@ -150,3 +150,14 @@ def test_memory_follows_the_tree(tmp_path):
         ("core", 200 * 1024, 400 * 1024),
     ]
     assert tree_memory(99, proc=tmp_path) == []
+
+
+def test_a_file_that_a_tree_maps_twice_counts_once(tmp_path):
+    library = "7f00-7f09 r--p 00001000 fe:00 77    /lib/x.so\nRss: {} kB\nAnonymous: {} kB\n"
+    heap = "8f00-8f09 rw-p 00000000 00:00 0    [heap]\nRss: 999 kB\nAnonymous: 999 kB\n"
+    for pid, parent, resident, anonymous in ((50, 1, 100, 10), (51, 50, 70, 0), (60, 1, 500, 0)):
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        (folder / "status").write_text(f"Name:\tx\nPPid:\t{parent}\n")
+        (folder / "smaps").write_text(library.format(resident, anonymous) + heap)
+    assert tree_file_bytes(50, proc=tmp_path) == 90 * 1024

@@ -76,6 +76,16 @@ def test_drafts_equal_the_reference(drafter, monkeypatch, window, gather_rows):
         assert got[index].tolist() == want.tolist()
 
 
+def test_buffers_on_a_cpu_are_bounded_in_bytes(drafter, monkeypatch):
+    """However large the batch; but one request's whole window always has room."""
+    embedding, *_ = _requests(drafter, [20])
+    row_bytes = 4 * _step(drafter, embedding).row_size
+    for limit, rows in ((100 * row_bytes, 100), (10 * row_bytes, 64)):
+        monkeypatch.setattr(draft_step, "CPU_GATHER_BYTES", limit)
+        step = _step(drafter, embedding, max_requests=32)
+        assert len(step._gathered) == rows
+
+
 def test_rejected_rows_are_not_written(drafter):
     embedding, pages, features, anchors = _requests(drafter, [20])
     step = _step(drafter, embedding)

@@ -11,10 +11,12 @@ import hashlib
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +70,10 @@ _request_ids = itertools.count()
 
 
 def build_test_engine(folder: Path, drafter: Path = DOMINO) -> Path:
-    """A tiny drafter's CPU engine, built once per state of the code that makes it."""
+    """A tiny drafter's CPU engine, built once per state of the code that makes it.
+
+    In a process of its own: a model that vLLM has compiled in this one leaves settings behind that torch.export fails on.
+    """
     from vllm_domino.engine.build import build_engine
     from vllm_domino.engine.check import load_engine_dir
 
@@ -91,7 +96,8 @@ def build_test_engine(folder: Path, drafter: Path = DOMINO) -> Path:
             providers=("CPUExecutionProvider",),
             short_blocks=(4, 8),
         )
-        build_engine(export, device, engine, export_root=root / "export")
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            pool.submit(build_engine, export, device, engine, export_root=root / "export").result()
     return engine
 
 

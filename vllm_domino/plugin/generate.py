@@ -121,7 +121,9 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--max-tokens", type=int, default=2048)
     parser.add_argument("--max-model-len", type=int, default=3072)
-    parser.add_argument("--chunk", type=int, help="prompts per write to --out (default: four times max_num_seqs)")
+    parser.add_argument(
+        "--chunk", type=int, help="prompts per write to --out (default: four times max_num_seqs)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine-args", default="{}", help="JSON of further vLLM engine arguments")
     sys.stdout.write(json.dumps(generate(parser.parse_args())) + "\n")
