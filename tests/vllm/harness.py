@@ -72,7 +72,7 @@ _request_ids = itertools.count()
 def build_test_engine(folder: Path, drafter: Path = DOMINO) -> Path:
     """A tiny drafter's CPU engine, built once per state of the code that makes it.
 
-    In a process of its own: a model that vLLM has compiled in this one leaves settings behind that torch.export fails on.
+    In a process of its own: models that vLLM compiled in this one leave settings behind that torch.export fails on.
     """
     from vllm_domino.engine.build import build_engine
     from vllm_domino.engine.check import load_engine_dir
