@@ -60,7 +60,7 @@ DRAFTERS = {"dflash": TINY / "dflash"}  # vLLM's own, to compare with
 VARIANTS = ("plain", *DRAFTERS, *ENGINES)
 SCHEDULE = [[1, 1, 15], [2, CONCURRENCY, 7]]  # of the engine with shorter blocks
 SETTLE_SECONDS, SAMPLE_SECONDS = 3.0, 0.2
-PATIENCE_SECONDS = 24 * 3600.0
+ANSWER_SECONDS = 600.0
 
 
 def engines(folder: Path) -> dict[str, tuple[Path, EngineManifest]]:
@@ -85,17 +85,6 @@ def speculative(variant: str, drafter: Path) -> dict[str, Any]:
     config = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": 15}
     by_load = {"num_speculative_tokens_per_batch_size": SCHEDULE} if variant == "domino-by-load" else {}
     return config | by_load
-
-
-@contextmanager
-def closing_server(server: VllmServer) -> Iterator[None]:
-    """As `with server`, and patient: on a busy machine this may be stopped for a while, which no figure here shows."""
-    server.start()
-    try:
-        server.wait_ready(PATIENCE_SECONDS)
-        yield
-    finally:
-        server.stop()
 
 
 def measure(server: VllmServer, questions: list[str]) -> dict[str, Any]:
@@ -168,7 +157,7 @@ def ask(server: VllmServer, questions: list[str]) -> int:
         message = {"role": "user", "content": question}
         body = {"model": "tiny", "messages": [message], "max_tokens": MAX_TOKENS, "temperature": 0}
         reply = httpx.post(
-            f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_SECONDS
+            f"{server.url}/v1/chat/completions", json=body, timeout=ANSWER_SECONDS
         ).raise_for_status()
         return int(reply.json()["usage"]["completion_tokens"])
 
@@ -238,7 +227,7 @@ def main() -> None:
             for variant in VARIANTS:
                 drafter = built[variant][0] if variant in built else DRAFTERS.get(variant)
                 server = VllmServer(spec_of(variant, drafter), arguments.work / f"r{repeat}-{variant}.log")
-                with closing_server(server):
+                with server:
                     runs.append({"variant": variant, "repeat": repeat} | measure(server, questions))
                 print(variant, {when: runs[-1][when] for when in ("idle", "peak", "after")}, flush=True)
     variants: dict[str, dict[str, Any]] = {}

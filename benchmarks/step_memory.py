@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from make_full_size import CONFIG, write
+from serving_memory import FIXED_BYTES, WEIGHTS_FACTOR
 
 from vllm_domino.bench import provenance
 from vllm_domino.bench.memory import tree_file_bytes, tree_memory
@@ -32,7 +33,6 @@ from vllm_domino.runtime import draft_step
 from vllm_domino.runtime.onnx_session import OnnxSession
 
 RESULT = Path(__file__).parent / "results/step-memory.json"
-WEIGHTS_FACTOR, FIXED_BYTES = 1.2, 200_000_000
 DRAFTER = replace(
     CONFIG,
     hidden_size=1024,

@@ -137,7 +137,7 @@ def main() -> None:
     result = {
         "schema_version": 1,
         "what": "self CPU time of a training step by kind of operator, tiny recipes, one thread",
-        "command": provenance.command_line(),
+        "command": "python benchmarks/trainer_profile.py --data DATA.jsonl",
         "steps": arguments.steps,
         "warm_steps": arguments.warm,
         "feature_store": arguments.features is not None,

@@ -12,6 +12,8 @@ from typing import Any
 
 import harness  # first: it sets what vLLM reads at import
 import pytest
+from prompts import chat_prompts
+from reference import Reference, ReferenceRun
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,7 +55,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def chats(tokenizer: Any) -> list[list[int]]:
     """32 questions, tokenized as chats."""
-    return harness.chat_prompts(tokenizer)
+    return chat_prompts(tokenizer)
 
 
 @pytest.fixture(scope="session")
@@ -98,11 +100,11 @@ def domino(served: Callable[[int], Any], trace: harness.Trace) -> Any:
 
 
 @pytest.fixture(scope="session")
-def reference() -> harness.Reference:
-    return harness.Reference.load()
+def reference() -> Reference:
+    return Reference.load()
 
 
 @pytest.fixture(scope="session")
-def runs(reference: harness.Reference, chats: list[list[int]]) -> list[harness.ReferenceRun]:
+def runs(reference: Reference, chats: list[list[int]]) -> list[ReferenceRun]:
     """The reference loop on the 32 questions; shorter answers on the slow runner."""
     return [reference.decode(chat, 24 if harness.V2 else 48) for chat in chats]

@@ -14,12 +14,10 @@ import logging
 import multiprocessing
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +40,9 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import vllm_domino  # noqa: E402
-from vllm_domino.assets_path import GSM8K_QUESTIONS, TINY  # noqa: E402
+from vllm_domino.assets_path import TINY  # noqa: E402
 from vllm_domino.config.checkpoint import read_checkpoint  # noqa: E402
 from vllm_domino.config.recipes import EngineRecipe, ExportRecipe  # noqa: E402
-from vllm_domino.model.decode import DecodeResult, speculative_decode, target_features  # noqa: E402
-from vllm_domino.model.drafter import Drafter  # noqa: E402
 
 PAIR_VARIABLE = "VLLM_DOMINO_TEST_PAIR"  # another folder with target/, domino/ and dflash/
 PAIR = Path(os.environ.get(PAIR_VARIABLE, TINY))
@@ -270,140 +266,6 @@ class Trace:
         return entries
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The pair in Transformers and plain PyTorch, batch 1, sharing nothing with vLLM."""
-
-    target: Any
-    drafter: Drafter
-
-    @classmethod
-    def load(cls, drafter: Path = DOMINO) -> Reference:
-        from transformers import AutoModelForCausalLM
-
-        target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-        return cls(target, Drafter.from_checkpoint(read_checkpoint(drafter), dtype=torch.float32).eval())
-
-    def decode(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> ReferenceRun:
-        """Greedy, `num_tokens` and then some: enough that no round that starts before them is cut short."""
-        extra = self.drafter.config.num_draft_tokens + 1
-        options = {"num_draft_tokens": BLOCK} | options
-        result = speculative_decode(
-            self.target, self.drafter, prompt, max_new_tokens=num_tokens + extra, **options
-        )
-        return ReferenceRun(list(prompt), num_tokens, result)
-
-    @torch.inference_mode()
-    def drafts(
-        self, ids: Sequence[int], positions: Sequence[int], *, anchor: int | None = None, noise: float = 0.0
-    ) -> torch.Tensor:
-        """Drafts [P, K] of anchors `ids[p]` whose context is everything before p, from one pass over `ids`.
-
-        anchor: another token to stand in all these places.
-        noise: relative disturbance of the context rows, another one for every position.
-        """
-        row = torch.tensor([ids])
-        hidden = self.target(input_ids=row, output_hidden_states=True).hidden_states
-        features = target_features(hidden, self.drafter.config.target_layer_ids)
-        context = self.drafter.context_kv(features, torch.arange(len(ids)))
-        embedding = self.target.get_input_embeddings().weight
-        lm_head = self.target.get_output_embeddings().weight
-        found = []
-        for start in range(0, len(positions), 16):
-            at = torch.tensor(positions[start : start + 16])
-            anchors = row[0, at] if anchor is None else torch.full_like(at, anchor)
-            rows = context[: int(at.max())].unsqueeze(0).expand(len(at), -1, *context.shape[1:])
-            if noise:
-                rows = rows * (
-                    1 + noise * torch.randn(rows.shape, generator=torch.Generator().manual_seed(start))
-                )
-            found.append(self.drafter.draft(anchors, at, rows, at, embedding, lm_head)[0])
-        return torch.cat(found)
-
-    @torch.inference_mode()
-    def probabilities(self, ids: Sequence[int]) -> torch.Tensor:
-        """The target's distribution [V] of the token after `ids`, in fp64 from fp32 logits."""
-        return torch.softmax(self.target(torch.tensor([ids])).logits[0, -1].double(), -1)
-
-
-@dataclass(frozen=True)
-class ReferenceRun:
-    """One generation of the reference loop, cut at `num_tokens` as vLLM cuts it."""
-
-    prompt: list[int]
-    num_tokens: int
-    result: DecodeResult
-
-    @property
-    def output(self) -> list[int]:
-        return self.result.token_ids[: self.num_tokens]
-
-    @property
-    def ids(self) -> list[int]:
-        """Prompt and all that was generated, the surplus included."""
-        return self.prompt + self.result.token_ids
-
-    @cached_property
-    def rounds(self) -> list[tuple[int, int]]:
-        """(position of the anchor, accepted drafts) of the rounds that vLLM runs: those before the last token."""
-        found, length = [], 1
-        for accepted in self.result.accepted:
-            if length >= self.num_tokens:
-                break
-            found.append((len(self.prompt) + length - 1, accepted))
-            length += accepted + 1
-        return found
-
-
-def mean_acceptance(runs: Sequence[ReferenceRun]) -> float:
-    """Over all rounds of all runs, as vLLM's counters take it."""
-    accepted = [accepted for run in runs for _, accepted in run.rounds]
-    return 1 + sum(accepted) / len(accepted)
-
-
-def check_drafts(
-    entries: Sequence[tuple[int, int, tuple[int, ...]]], reference: Reference, runs: Sequence[ReferenceRun]
-) -> int:
-    """Assert that every recorded draft is the reference's for that token of that text; returns how many there were.
-
-    An entry names no request, so it must be what the reference drafts at that position of one of the texts that have
-    that token there. Two exceptions:
-
-    - V1 drafts after a chunk of a prefill too, from whatever token is the request's last, and throws that away: these
-      are not counted.
-    - Two logits may be equal within the rounding of fp32, which depends on the shape of a batch: 1 draft in 200 may
-      differ, and must be what the reference drafts when its context is disturbed by that much.
-    """
-    texts: dict[tuple[int, int], list[ReferenceRun]] = defaultdict(list)
-    expected: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
-    wanted = {(position, anchor) for position, anchor, _ in entries}
-    for run in runs:
-        at = [p for p, token in enumerate(run.ids) if p > 0 and (p, token) in wanted]
-        for position, drafts in zip(at, reference.drafts(run.ids, at).tolist() if at else [], strict=True):
-            expected[position, run.ids[position]].append(tuple(drafts))
-            texts[position, run.ids[position]].append(run)
-    equal = rounded = 0
-    for position, anchor, drafts in entries:
-        if any(known[: len(drafts)] == drafts for known in expected.get((position, anchor), ())):
-            equal += 1
-            continue
-        prefill = [run.ids for run in runs if len(run.ids) > position + 1]
-        made = (reference.drafts(ids, [position], anchor=anchor)[0].tolist() for ids in prefill)
-        if any(tuple(row[: len(drafts)]) == drafts for row in made):
-            continue
-        disturbed = (
-            reference.drafts(run.ids, [position] * 64, noise=1e-5)
-            for run in texts.get((position, anchor), ())
-        )
-        near = {tuple(row[: len(drafts)]) for rows in disturbed for row in rows.tolist()}
-        assert drafts in near, (
-            f"{drafts} of token {anchor} at {position}, not {expected.get((position, anchor))}"
-        )
-        rounded += 1
-    assert rounded <= len(entries) // 200, f"{rounded} of {len(entries)} drafts differ by rounding"
-    return equal + rounded
-
-
 @contextmanager
 def capture_log(name: str = "vllm.domino") -> Iterator[list[logging.LogRecord]]:
     """Records of one logger; vLLM's do not reach the root logger, so pytest's own capture does not see them."""
@@ -436,34 +298,3 @@ def chi_square_p(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
         return 1.0
     statistic = ((seen - wanted) ** 2 / wanted).sum()
     return float(torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2).double(), statistic / 2))
-
-
-def questions() -> list[str]:
-    """32 questions of GSM8K's test split: the 16 that the package ships and the 16 after them (MIT licence, see
-    vllm_domino/assets/gsm8k)."""
-    files = (GSM8K_QUESTIONS, Path(__file__).with_name("questions.jsonl"))
-    return [json.loads(line)["question"] for file in files for line in file.read_text().splitlines()]
-
-
-def chat_prompts(tokenizer: Any) -> list[list[int]]:
-    """Every question as the chat that the pair was trained on."""
-    chats = [[{"role": "user", "content": question}] for question in questions()]
-    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-
-# Around the sizes where something changes: a block, pages, and the limit, where the last drafts reach past it.
-EDGE_LENGTHS = (1, 2, 3, 14, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
-END_LENGTHS = (MAX_LEN - 33, MAX_LEN - 17, MAX_LEN - 16, MAX_LEN - 15, MAX_LEN - 3, MAX_LEN - 2, MAX_LEN - 1)
-
-
-def sized_prompts(chats: Sequence[Sequence[int]], count: int = 64) -> list[list[int]]:
-    """Prompts from 1 token to one below the limit (vLLM wants room for a token): cuts of the chats laid end to end,
-    and whole chats for the rest."""
-    text = [token for chat in chats for token in chat]
-    lengths = EDGE_LENGTHS + END_LENGTHS
-    cuts = [text[53 * i : 53 * i + length] for i, length in enumerate(lengths)]
-    assert [len(cut) for cut in cuts] == list(lengths)
-    cuts += [list(chat) for chat in chats]
-    cuts += [text[29 * i : 29 * i + 20 * i] for i in range(1, count)]
-    return cuts[:count]

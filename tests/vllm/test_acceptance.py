@@ -14,17 +14,15 @@ from harness import (
     DFLASH,
     V2,
     Counters,
-    Reference,
     Trace,
     build_test_engine,
-    check_drafts,
     generate,
-    mean_acceptance,
     open_llm,
     proposer_of,
     speculative,
     tokens,
 )
+from reference import Reference, check_drafts, mean_acceptance
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.v2

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from harness import V2, Counters, Trace, capture_log, check_drafts, generate, proposer_of, tokens
+from harness import V2, Counters, Trace, capture_log, generate, proposer_of, tokens
+from reference import check_drafts
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.v2

@@ -5,15 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from harness import (
-    MAX_LEN,
-    SERVER_ENVIRONMENT,
-    TARGET,
-    environment_before_vllm,
-    generate,
-    questions,
-    speculative,
-)
+from harness import MAX_LEN, SERVER_ENVIRONMENT, TARGET, environment_before_vllm, generate, speculative
+from prompts import questions
 from vllm import SamplingParams
 
 from vllm_domino.bench.server import ServerSpec, VllmServer

@@ -11,10 +11,10 @@ from harness import (
     generate,
     open_llm,
     proposer_of,
-    sized_prompts,
     speculative,
     tokens,
 )
+from prompts import sized_prompts
 from vllm import SamplingParams
 
 MAX_TOKENS = 24

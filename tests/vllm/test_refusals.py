@@ -18,7 +18,6 @@ from harness import (
     Counters,
     Trace,
     capture_log,
-    check_drafts,
     environment_before_vllm,
     generate,
     open_llm,
@@ -28,6 +27,7 @@ from harness import (
     tokens,
     untied_target,
 )
+from reference import check_drafts
 from vllm import SamplingParams
 
 from vllm_domino.bench.server import ServerError, ServerSpec, VllmServer

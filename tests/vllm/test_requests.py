@@ -186,7 +186,8 @@ def test_a_prompt_that_fills_the_length(both, plain, domino, chats):
 
 def test_bfloat16_target_with_the_fp32_engine(engine, reference, runs):
     """ONNX Runtime has no bf16 kernels on a CPU: features and tables are cast at the edge."""
-    from harness import mean_acceptance, speculative
+    from harness import speculative
+    from reference import mean_acceptance
 
     with open_llm(speculative(engine, BLOCK), dtype="bfloat16") as llm:
         before = Counters.of(llm)

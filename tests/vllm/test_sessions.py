@@ -6,17 +6,8 @@ import json
 
 import pytest
 import torch
-from harness import (
-    DOMINO,
-    TARGET,
-    Reference,
-    generate,
-    open_llm,
-    proposer_of,
-    runner_of,
-    speculative,
-    untied_target,
-)
+from harness import DOMINO, TARGET, generate, open_llm, proposer_of, runner_of, speculative, untied_target
+from reference import Reference
 from vllm import SamplingParams
 
 from vllm_domino.model.decode import target_features

@@ -4,7 +4,6 @@ and steps.
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from vllm_domino.train.data import Sample
 from vllm_domino.train.replay import replay_checkpoint
-from vllm_domino.train.tiny import drafter_command, one_thread
+from vllm_domino.train.tiny import drafter_command, in_background, wait_for
 
 # row -> what differs from the shipped Domino recipe
 ROWS: dict[str, dict] = {
@@ -39,18 +38,18 @@ def run_ablation(
     Returns row -> {"acceptance_length": mean over seeds, "by_seed": {seed: figure}, "steps": steps}.
     """
     todo = [(row, seed) for seed in seeds for row in ROWS]
-    running: list[tuple[Path, subprocess.Popen]] = []
+    running: list[tuple[subprocess.Popen, Path]] = []
     for row, seed in todo:
         directory = out / f"{row}-{seed}"
         if (directory / "facts.json").exists():
             continue
         while len(running) >= jobs:
-            _finish(*running.pop(0))
-        running.append(
-            (directory, _start(target, data, directory, ROWS[row] | {"steps": steps, "seed": seed}))
-        )
-    for directory, process in running:
-        _finish(directory, process)
+            wait_for(*running.pop(0))
+        changes = ROWS[row] | {"steps": steps, "seed": seed}
+        command = drafter_command(target, data, directory, changes, out / "work/features")
+        running.append((in_background(command, directory), directory))
+    for process, directory in running:
+        wait_for(process, directory)
     figures: dict[str, dict] = {row: {} for row in [HEAD_REMOVED, *ROWS]}
     for row, seed in todo:
         checkpoint = str(out / f"{row}-{seed}")
@@ -64,19 +63,3 @@ def run_ablation(
 def _summary(by_seed: dict[int, float], steps: int) -> dict:
     mean = torch.tensor(list(by_seed.values()), dtype=torch.float64).mean().item()
     return {"acceptance_length": round(mean, 4), "by_seed": by_seed, "steps": steps}
-
-
-def _start(target: Path, data: list[Path], directory: Path, changes: dict) -> subprocess.Popen:
-    directory.mkdir(parents=True, exist_ok=True)
-    command = drafter_command(target, data, directory, changes, directory.parent / "work/features")
-    with (directory / "train.log").open("a") as log:
-        return subprocess.Popen(command, env=one_thread(), stdout=log, stderr=log)
-
-
-def _finish(directory: Path, process: subprocess.Popen) -> None:
-    if process.wait():
-        raise ValueError(
-            f"ablation: {directory.name} failed, see {directory / 'train.log'}; then run the same command again"
-        )
-    facts = json.loads((directory / "facts.json").read_text())
-    assert facts["steps"]

