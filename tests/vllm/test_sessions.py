@@ -85,7 +85,9 @@ def _tables() -> set[int]:
     )
     gc.unfreeze()  # vLLM hides from the collector what it has loaded
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-    tensors = (each for each in tensors if not is_fake(each))  # a compiler's: no memory, and sizes that are symbols
+    tensors = (
+        each for each in tensors if not is_fake(each)
+    )  # a compiler's: no memory, and sizes that are symbols
     size = vocab * hidden
     found = (each for each in tensors if each.numel() == size and hidden in each.shape)
     return {each.untyped_storage().data_ptr() for each in found} - {0}  # 0: no memory behind it
