@@ -139,17 +139,23 @@ def _own(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+_QUERY_KEY_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+
+
 @torch.no_grad()
 def copy_target_layers(drafter: Drafter, target: nn.Module) -> None:
     """Start the draft layers from the target's last layers, where all their shapes agree.
 
     Those layers expect the residual stream as context: `fc` starts as the mean of the features, which is close to it.
+    Where the target does not normalise its queries and keys, the drafter's norms keep their ones.
     """
     backbone, layers = drafter.backbone, target.base_model.layers
     chosen = layers[-len(backbone.layers) :]
     for mine, theirs in zip(backbone.layers, chosen, strict=True):
         state = dict(theirs.named_parameters())
         for name, parameter in mine.named_parameters():
+            if name not in state and name in _QUERY_KEY_NORMS:  # a Llama has none
+                continue
             if name not in state or state[name].shape != parameter.shape:
                 raise ValueError(
                     f"recipe: init_from_target needs draft layers shaped like the target's, {name} differs; "

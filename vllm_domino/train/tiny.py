@@ -154,9 +154,10 @@ def wait_for(process: subprocess.Popen, out: Path) -> None:
 
 
 def make_tiny(source: str, out: Path, test_data: Path | None = None) -> dict:
-    """Run every step that is not done yet; returns a summary. `out` then holds target, domino, dflash and
-    eagle3.
+    """Run every step that is not done yet; returns a summary. `out` then holds target, domino, dflash, eagle3 and
+    `token-frequencies.json`.
     """
+    from vllm_domino.train.data import count_tokens
     from vllm_domino.train.evaluate import evaluate_checkpoint, read_questions
     from vllm_domino.train.target_main import load_pairs
 
@@ -170,6 +171,8 @@ def make_tiny(source: str, out: Path, test_data: Path | None = None) -> dict:
     if not (target / "facts.json").exists():
         run_target(pairs, target, processes=min(2, os.cpu_count() or 1))
     data = tiny_answers(target, pairs, work)
+    counts, _ = count_tokens(data, strict=True)
+    (out / "token-frequencies.json").write_text(json.dumps(counts) + "\n")
     waves = (
         [["domino", "dflash"], ["eagle3"]] if (os.cpu_count() or 1) > 1 else [[method] for method in METHODS]
     )
