@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_drafters import small_config
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
 from vllm_domino.config.checkpoint import read_checkpoint
 from vllm_domino.model.drafter import Drafter
@@ -19,6 +21,7 @@ from vllm_domino.train.recipe import DrafterRecipe, spaced_layer_ids
 from vllm_domino.train.replay import block_drafts, replay
 from vllm_domino.train.target import TargetRecipe, build_target, save_target
 from vllm_domino.train.target_features import FrozenTarget
+from vllm_domino.train.tasks import copy_target_layers
 from vllm_domino.train.tokenizer import train_tokenizer
 
 VOCABULARY = 300
@@ -155,6 +158,31 @@ def test_every_option_trains_and_writes_a_loadable_checkpoint(target, data, tmp_
     assert facts["steps"] == 2
     assert all(value == value for value in losses_of(tmp_path / "out"))
     assert list((tmp_path / "out" / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("family", [Qwen3ForCausalLM, LlamaForCausalLM])
+def test_draft_layers_start_as_the_targets_last_ones(family):
+    """Every weight that the target has; a Llama has no norms of queries and keys, so the drafter's stay ones."""
+    draft = small_config(num_hidden_layers=2)
+    sizes = {
+        name: getattr(draft, name)
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        )
+    }
+    target = family(family.config_class(vocab_size=draft.vocab_size, num_hidden_layers=3, **sizes))
+    drafter = Drafter(draft)
+    copy_target_layers(drafter, target)
+    for mine, theirs in zip(drafter.backbone.layers, target.model.layers[1:], strict=True):
+        state = theirs.state_dict()
+        for name, weight in mine.state_dict().items():
+            want = state.get(name, torch.ones(draft.head_dim))
+            assert torch.equal(weight, want), name
+        assert ("self_attn.q_norm.weight" in state) == (family is Qwen3ForCausalLM)
 
 
 def test_a_run_may_start_from_another_ones_checkpoint(target, data, tmp_path):
