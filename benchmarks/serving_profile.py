@@ -29,6 +29,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vllm_domino.assets_path import TINY
+from vllm_domino.bench import provenance
+from vllm_domino.bench.suite import load_suite, resolve_path
+
 ROOT = Path(__file__).parent.parent
 SUITE = ROOT / "benchmarks/suites/tiny-cpu.toml"
 RESULT = ROOT / "benchmarks/results/serving-profile.json"
@@ -67,8 +71,6 @@ class Clock:
 def measure(speculative: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
     """By concurrency: tokens/s, tokens and milliseconds per step, milliseconds by part. In this process."""
     from vllm import LLM, SamplingParams
-
-    from vllm_domino.assets_path import TINY
 
     llm = LLM(
         str(TINY / "target"),
@@ -115,7 +117,7 @@ def measure(speculative: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
 def _wrap_parts(clock: Clock, core: Any) -> None:
     worker = core.model_executor.driver_worker
     runner = getattr(worker, "worker", worker).model_runner
-    clock.wrap(core, "step_fn" if hasattr(core, "step_fn") else "step", "engine")
+    clock.wrap(core, "step_fn", "engine")
     clock.wrap(runner, "execute_model", "verify")
     clock.wrap(runner, "sample_tokens", "sample")
     drafter = getattr(runner, "drafter", None)
@@ -130,8 +132,6 @@ def _wrap_parts(clock: Clock, core: Any) -> None:
 
 def run_variant(name: str, suite: Any) -> dict[str, Any]:
     """One variant in a fresh process with the suite's environment."""
-    from vllm_domino.bench.suite import resolve_path
-
     speculative = {v.name: v.speculative for v in suite.variant}[name]
     if speculative and "model" in speculative:
         speculative = speculative | {"model": resolve_path(speculative["model"], SUITE.parent)}
@@ -166,9 +166,6 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(json.loads(arguments.one))))
         return
-    from vllm_domino.bench import provenance
-    from vllm_domino.bench.suite import load_suite
-
     suite = load_suite(SUITE)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     for turn in range(arguments.rounds):

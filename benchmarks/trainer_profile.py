@@ -2,12 +2,12 @@
 
     python benchmarks/trainer_profile.py --data DATA.jsonl    # benchmarks/results/trainer-profile.json, a few minutes
 
-DATA is what `vllm-domino train data` wrote (`train tiny` leaves it in OUT/work/regenerated-*.jsonl). Each method trains
-with its shipped recipe in a process of its own with one thread: steps that warm up, then steps that are timed, then as
-many under PyTorch's profiler. Shares are of the profiler's self CPU time: an operator without those that it calls. It
-goes by the clock, so the machine must be idle. What a step does outside of operators (Python, drawing anchors) is no
-operator's time; `outside_operators` is its share of the profiled steps. A step includes the target's forward, unless
-`--features` names a store that an earlier run has filled.
+DATA is what `vllm-domino train data` wrote (`train tiny` leaves it in `regenerated-*.jsonl` in OUT's `work`). Each
+method trains with its shipped recipe in a process of its own with one thread: steps that warm up, then steps that are
+timed, then as many under PyTorch's profiler. Shares are of the profiler's self CPU time: an operator without those
+that it calls. It goes by the clock, so the machine must be idle. What a step does outside of operators (Python,
+drawing anchors) is no operator's time; `outside_operators` is its share of the profiled steps. A step includes the
+target's forward, unless `--features` names a store that an earlier run has filled.
 """
 
 from __future__ import annotations
