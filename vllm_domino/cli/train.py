@@ -248,12 +248,14 @@ def results(
 
 @app.command()
 def plot(
-    result: Annotated[Path, typer.Argument(help="JSON from `train results`.", exists=True, dir_okay=False)],
+    result: Annotated[
+        Path, typer.Argument(help="JSON of `train results` or `train smollm2`.", exists=True, dir_okay=False)
+    ],
 ) -> None:
-    """Draw acceptance by draft position; the PNG lies beside the JSON."""
-    from vllm_domino.train.plot import plot_acceptance
+    """Draw acceptance by draft position, and learning curves; the PNG lies beside the JSON."""
+    from vllm_domino.train.plot import plot_training
 
-    typer.echo(plot_acceptance(result))
+    typer.echo(plot_training(result))
 
 
 @app.command()

@@ -8,11 +8,15 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
 from vllm_domino.train.regenerate import Regeneration, regenerate_shards
+from vllm_domino.train.results import SCHEMA_VERSION, provenance, run_facts
 from vllm_domino.train.target_main import load_pairs
 from vllm_domino.train.tiny import SHARDS, in_background, one_thread, recipe_command, wait_for
 
@@ -100,9 +104,10 @@ def make_smollm2(
         train_questions, test_questions: GSM8K's splits, JSONL or a Hugging Face id.
         questions: how many of GSM8K's questions are answered for training.
         steps: of each drafter.
-    """
-    from vllm_domino.train.evaluate import evaluate_checkpoint
 
+    Raises:
+        ValueError: SmolLM2 is not installed, or a training or measurement fails; its log is named.
+    """
     started, work, target = time.monotonic(), out / "work", out / "target"
     work.mkdir(parents=True, exist_ok=True)
     if not (target / "config.json").exists():
@@ -115,29 +120,66 @@ def make_smollm2(
         "gsm8k": [pair["question"] for pair in load_pairs(test_questions, "test")][:HELD_OUT],
         "humaneval": code[:HELD_OUT],
     }
-    results: dict = {"prompts": len(asked), "steps": steps, "acceptance": {}, "runs": {}}
-    _train(target, data, out, steps)
-    for method in METHODS:
-        results["runs"][method] = json.loads((out / method / "facts.json").read_text())
-        results["acceptance"][method] = {
-            name: evaluate_checkpoint(str(target), str(out / method), prompts, max_new_tokens=MAX_TOKENS)
-            for name, prompts in held_out.items()
-        }
-    results["seconds"] = round(time.monotonic() - started)
+    for name, prompts in held_out.items():
+        (work / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
+    with ThreadPoolExecutor(len(METHODS)) as pool:  # the work is in processes of one thread each
+        measured = [
+            pool.submit(_drafter, method, target, data, out, list(held_out), steps) for method in METHODS
+        ]
+        figures = dict(zip(METHODS, (one.result() for one in measured), strict=True))
+    results = _results(figures, out, len(asked)) | {"seconds": round(time.monotonic() - started)}
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     return results
 
 
-def _train(target: Path, data: list[Path], out: Path, steps: int) -> None:
-    """Both drafters side by side; a finished one is kept, a stopped one goes on."""
-    running = {}
-    for method in METHODS:
-        if not (out / method / "facts.json").exists():
-            values = DRAFTER | {"method": method, "steps": steps}
-            command = recipe_command(target, data, out / method, values, out / "work/features")
-            running[method] = in_background(command, out / method)
-    for method, process in running.items():
-        wait_for(process, out / method)
+def _drafter(
+    method: str, target: Path, data: list[Path], out: Path, held_out: list[str], steps: int
+) -> dict[str, dict]:
+    """Train and measure one drafter, as far as that is not done; returns data set -> acceptance."""
+    run = out / method
+    if not (run / "facts.json").exists():
+        values = DRAFTER | {"method": method, "steps": steps}
+        wait_for(in_background(recipe_command(target, data, run, values, out / "work/features"), run), run)
+    figures = {}
+    for name in held_out:
+        kept = run / f"acceptance-{name}.json"
+        if not kept.exists():
+            figure = _measure(target, run, out / "work" / f"{name}.jsonl")
+            kept.write_text(json.dumps(figure) + "\n")
+        figures[name] = json.loads(kept.read_text())
+    return figures
+
+
+def _measure(target: Path, run: Path, questions: Path) -> dict:
+    command = [sys.executable, "-m", "vllm_domino.cli.main", "train", "eval", f"--target={target}"]
+    command += [f"--draft={run}", f"--data={questions}", f"--limit={HELD_OUT}", f"--max-tokens={MAX_TOKENS}"]
+    with (run / "train.log").open("a") as log:
+        done = subprocess.run(
+            command, env=one_thread(), stdout=subprocess.PIPE, stderr=log, text=True, check=False
+        )
+    if done.returncode:
+        raise ValueError(
+            f"measuring {run.name} failed: see {run / 'train.log'}, then run the same command again"
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _results(figures: dict[str, dict[str, dict]], out: Path, asked: int) -> dict:
+    """`figures`: method -> data set -> acceptance."""
+    sets = {name: {method: figures[method][name] for method in METHODS} for name in figures[METHODS[0]]}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "what": "acceptance length (bonus included) of drafters for SmolLM2-135M-Instruct, greedy, fp32",
+        "provenance": provenance(),
+        "training_prompts": asked,
+        "max_new_tokens": MAX_TOKENS,
+        "acceptance_length": {
+            name: {method: row["acceptance_length"] for method, row in rows.items()}
+            for name, rows in sets.items()
+        },
+        "datasets": sets,
+        "runs": {method: run_facts(out / method) for method in METHODS},
+    }
 
 
 def _answers(target: Path, asked: list[str], work: Path) -> list[Path]:
