@@ -36,7 +36,7 @@ from vllm_domino.bench.cost_model import full_size
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.export.contract import BATCH, FLOAT, GraphSpec, TensorSpec
 from vllm_domino.export.graphs import ExportDrafter
-from vllm_domino.export.onnx_export import trace
+from vllm_domino.export.tracing import trace
 from vllm_domino.model.drafter import Drafter, HeadOptions
 from vllm_domino.runtime.onnx_session import _session_options
 

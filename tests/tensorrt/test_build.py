@@ -11,7 +11,7 @@ from vllm_domino.config.recipes import load_engine_recipe
 from vllm_domino.engine.tensorrt import build_plan, check_recipe, plan_profiles
 from vllm_domino.engine.tensorrt_module import load_module, targets
 from vllm_domino.export.graphs import BlockGraph, ExportDrafter
-from vllm_domino.export.onnx_export import trace
+from vllm_domino.export.tracing import trace
 from vllm_domino.model.drafter import Drafter, HeadOptions
 
 RTX_TARGETS = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")  # by hand: a version that drops one fails here

@@ -1,39 +1,33 @@
-"""Trace the context graph and the block graph, write them, and check them: one call, all or nothing."""
+"""Write the context graph and the block graphs, and check them: one call, all or nothing."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import onnx_ir as ir
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import vllm_domino
 from vllm_domino.config.checkpoint import DraftCheckpoint
 from vllm_domino.config.draft import DraftConfig
 from vllm_domino.config.recipes import SHORT_DTYPES, ExportRecipe
 from vllm_domino.config.vocabulary import read_recipe_checkpoint
-from vllm_domino.export.contract import FLOAT, GraphSpec, block_graph, context_graph
+from vllm_domino.export.contract import GraphSpec, block_graph, context_graph
 from vllm_domino.export.graphs import BlockGraph, ContextGraph, ExportDrafter, GraphForm, graph_form
 from vllm_domino.export.report import EXPORT_FILE, VOCAB_FILE, ExportReport, FileEntry, GraphEntry, HeadEntry
+from vllm_domino.export.tracing import OPSET, check_contract, trace
 from vllm_domino.export.verify import verify_graphs
 from vllm_domino.files import require_space, sha256_file, staged_directory
 from vllm_domino.model.drafter import Drafter, HeadOptions
 
-OPSET = 23
-# the largest sizes a graph accepts; bounds that the tracer may rely on, far above what is served
-MAX_ROWS, MAX_BATCH, MAX_CONTEXT = 1 << 20, 4096, 1 << 20
 Progress = Callable[[str], None]
 
 
@@ -218,100 +212,9 @@ def _write_vocabulary(checkpoint: DraftCheckpoint, stage: Path) -> None:
     save_file(tensors, stage / VOCAB_FILE)
 
 
-def trace(module: nn.Module, spec: GraphSpec, dtype: torch.dtype) -> ir.Model:
-    """The module as a clean ONNX model whose inputs and outputs are `spec`'s."""
-    sizes = {"rows": (3, MAX_ROWS, 1), "batch": (2, MAX_BATCH, 1), "context": (5, MAX_CONTEXT, 0)}
-    axes = {name: torch.export.Dim(name, min=low, max=high) for name, (_, high, low) in sizes.items()}
-    examples: list[Tensor] = []
-    dynamic: list[dict[int, object] | None] = []
-    for tensor in spec.inputs:
-        shape = tensor.at(**{name: example for name, (example, _, _) in sizes.items()})
-        # never written or read: tracing runs on fake tensors, so this costs address space only
-        examples.append(
-            torch.empty(shape, dtype=dtype if tensor.dtype == FLOAT else getattr(torch, tensor.dtype))
-        )
-        found = {i: axes[size] for i, size in enumerate(tensor.shape) if isinstance(size, str)}
-        dynamic.append(found or None)
-    with _quiet():
-        program = torch.onnx.export(
-            module,
-            tuple(examples),
-            dynamo=True,
-            opset_version=OPSET,
-            dynamic_shapes=tuple(dynamic),
-            input_names=[t.name for t in spec.inputs],
-            output_names=[t.name for t in spec.outputs],
-            external_data=True,
-            optimize=True,
-            verbose=False,
-        )
-    assert program is not None
-    return _clean(program.model, spec)
-
-
-def _clean(model: ir.Model, spec: GraphSpec) -> ir.Model:
-    """Drop what differs between two runs (stack traces, paths, counters) and name every value uniquely.
-
-    The exporter may give a value the name of an input (`embedding` is also an operator), which ONNX Runtime
-    refuses.
-    """
-    graph = model.graph
-    kept = {id(v) for v in (*graph.inputs, *graph.outputs)}
-    for number, node in enumerate(graph.all_nodes()):
-        node.name, node.doc_string = f"{node.op_type}_{number}", None
-        node.metadata_props.clear()
-        for value in node.outputs:
-            value.metadata_props.clear()
-            value.doc_string = None
-            if id(value) not in kept:
-                value.name = f"v{number}" if len(node.outputs) == 1 else f"v{number}_{value.index()}"
-    for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
-        value.metadata_props.clear()
-        value.doc_string = None
-    graph.name, graph.doc_string, model.doc_string = spec.name, None, None
-    graph.metadata_props.clear()
-    model.metadata_props.clear()
-    model.producer_name, model.producer_version = "vllm-domino", vllm_domino.__version__
-    return model
-
-
-def check_contract(model: ir.Model, spec: GraphSpec, dtype: torch.dtype, limit: int) -> None:
-    """Assert that names, order, shapes and dtypes are the contract's, and no target's table is inside."""
-    onnx_types = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
-    for kind, values, wanted in (
-        ("input", model.graph.inputs, spec.inputs),
-        ("output", model.graph.outputs, spec.outputs),
-    ):
-        found = [
-            (v.name, tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()), v.dtype.name)
-            for v in values
-        ]
-        names = {FLOAT: onnx_types[dtype], "float32": "FLOAT", "int64": "INT64"}
-        expected = [(t.name, t.shape, names[t.dtype]) for t in wanted]
-        assert found == expected, f"{spec.name} graph: {kind}s {found}, the contract says {expected}"
-    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-    assert size <= limit, (
-        f"{spec.name} graph: {size} bytes of weights, the drafter has {limit}: a target's table was baked in"
-    )
-
-
 def tool_versions(*packages: str) -> dict[str, str]:
     """Versions of this package and of `packages`, for records."""
     return {"vllm-domino": vllm_domino.__version__} | {name: version(name) for name in packages}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's chatter off the terminal; its errors still raise."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _name(dtype: torch.dtype) -> str:
