@@ -4,8 +4,8 @@
     python benchmarks/serving_profile.py       # benchmarks/results/serving-profile.json, eight minutes
 
 Each variant of `suites/tiny-cpu.toml` runs in a process of its own, in an order that rotates; the median of the rounds
-counts. GNU's OpenMP runs the target here, with a short spin, where a server preloads Intel's. Times are milliseconds
-per engine step, nested parts subtracted:
+counts. OpenMP is set as vLLM sets it for a server's worker: Intel's library, a core per thread, five milliseconds of
+spinning. Times are milliseconds per engine step, nested parts subtracted:
 
     verify    the target's forward pass over every request's bonus token and drafts
     sample    the rest of the runner's step: rejection sampling, bookkeeping
@@ -31,6 +31,7 @@ from typing import Any
 
 from vllm_domino.assets_path import TINY
 from vllm_domino.bench import provenance
+from vllm_domino.bench.server import preloads
 from vllm_domino.bench.suite import load_suite, resolve_path
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +41,15 @@ QUESTIONS = ROOT / "benchmarks/data/gsm8k-80.jsonl"
 VARIANTS = ("none", "eagle3", "dflash", "domino-engine")
 REQUESTS = {1: 6, 16: 48}  # by concurrency
 MAX_TOKENS = 256
-ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "GOMP_SPINCOUNT": "20000"}
+ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # vllm/utils/ompmultiprocessing.py, which an engine in one process does not go through
+    "OMP_NUM_THREADS": "2",
+    "KMP_AFFINITY": "granularity=fine,explicit,proclist=[0,1]",
+    "KMP_BLOCKTIME": "5",
+    "KMP_TPAUSE": "0",
+}
 
 
 class Clock:
@@ -135,7 +144,7 @@ def run_variant(name: str, suite: Any) -> dict[str, Any]:
     speculative = {v.name: v.speculative for v in suite.variant}[name]
     if speculative and "model" in speculative:
         speculative = speculative | {"model": resolve_path(speculative["model"], SUITE.parent)}
-    env = os.environ | dict(suite.server.env) | ENV
+    env = os.environ | preloads() | dict(suite.server.env) | ENV
     command = [sys.executable, __file__, "--one", json.dumps(speculative)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
