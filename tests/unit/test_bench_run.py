@@ -12,6 +12,7 @@ import pytest
 from vllm_domino.bench import client, preflight, server
 from vllm_domino.bench.client import Load, client_command
 from vllm_domino.bench.datasets import Prompt
+from vllm_domino.bench.provenance import command_line
 from vllm_domino.bench.result import load_result
 from vllm_domino.bench.run import SuiteRun, rotated
 from vllm_domino.bench.suite import load_suite
@@ -224,3 +225,17 @@ def test_the_order_of_variants_rotates():
     assert [rotated(["a", "b", "c"], repeat) for repeat in range(4)] == [
         ["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"],
     ]  # fmt: skip
+
+
+def test_a_recorded_command_names_no_folder_of_its_machine(monkeypatch):
+    typed = [
+        "/home/me/bin/vllm-domino",
+        "bench",
+        "run",
+        "suites/a.toml",
+        "--results",
+        "/home/me/r",
+        "--work=/tmp/w",
+    ]
+    monkeypatch.setattr("sys.argv", typed)
+    assert command_line() == "vllm-domino bench run suites/a.toml --results r --work=w"

@@ -85,8 +85,12 @@ def collect(suite: Suite, suite_path: Path, data: dict[str, str]) -> Provenance:
 
 
 def command_line() -> str:
-    """What was typed, with the program's own folder left out."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """What was typed; of the program and of absolute paths only the name, since results are passed on."""
+    words = [Path(sys.argv[0]).name]
+    for argument in sys.argv[1:]:
+        option, equals, value = argument.rpartition("=")
+        words.append(option + equals + (Path(value).name if Path(value).is_absolute() else value))
+    return " ".join(words)
 
 
 def machine() -> Machine:

@@ -24,8 +24,7 @@ def acceptance_rows(result: dict) -> dict[str, dict[str, dict]]:
     steps["head_removed"] = steps.get("domino")
     sets = result.get("datasets", {"": result.get("acceptance", {})})
     found = {}
-    for name, acceptance in sets.items():
-        rows = (result.get("ablation", {}) if not name else {}) | acceptance
+    for name, rows in sets.items():
         found[name] = {
             method: rows[method] | {"steps": steps.get(method)}
             for method in LOOKS
